@@ -1,0 +1,237 @@
+"""`OasisCache`: the drop-in cache for `model.generate(**inputs, past_key_values=OasisCache())`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from oasis_cache.attention import install
+from oasis_cache.config import OasisConfig
+from oasis_cache.layer import OasisLayer
+from oasis_cache.runtime import Runtime
+from oasis_cache.stats import PHASES, OasisStats
+
+
+class OasisCache(Cache):
+    """A KV cache that keeps the complete KV in host memory and a small working set of blocks on the device.
+
+    Contexts of at most `config.dense_tokens` tokens equal `DynamicCache`. On longer ones a forward of at most `sparse_rows` new
+    tokens reads, per layer and KV head, the sink, the recent and the best retrieved blocks within `budget` tokens; longer
+    forwards read everything, exactly, a piece at a time.
+
+    Args:
+        config: Settings; the defaults of `OasisConfig` if None.
+        model_config: The model's config (`model.config`). With it, sliding-window, recurrent and other special layers get
+            transformers' own cache layers; needed for models that have recurrent layers. Without it every layer is taken for
+            full attention: right, though a sliding-window layer then keeps more than its window.
+        **overrides: Fields of `OasisConfig` to set on top of `config`.
+
+    Raises:
+        ValueError: An option is unknown or out of range, or the model has no full-attention layer or an unknown layer type.
+
+    Example:
+        >>> cache = OasisCache(model_config=model.config, budget=1024)
+        >>> model.generate(**inputs, past_key_values=cache)
+        >>> cache.stats().sparse_steps
+    """
+
+    def __init__(
+        self, config: OasisConfig | None = None, *, model_config: PretrainedConfig | None = None, **overrides: Any
+    ) -> None:
+        self.config = OasisConfig.from_options(config, overrides)
+        self.runtime = Runtime.create(self.config)
+        self.model_config = model_config
+        if model_config is None:
+            super().__init__(layer_class_to_replicate=OasisLayer)
+        else:
+            sparse = not _caches_latents(model_config)
+            if not sparse:
+                self.runtime.warn_once(
+                    f"{type(model_config).__name__} caches latents that its layers expand before attention (MLA): OasisCache keeps "
+                    "them dense on the device, as DynamicCache does"
+                )
+            layers = transformers_layers(model_config)
+            super().__init__(
+                layers=[OasisLayer(self.runtime) if sparse and type(layer) is DynamicLayer else layer for layer in layers]
+            )
+        install()
+
+    def __deepcopy__(self, memo: dict) -> OasisCache:
+        """An independent cache with the same content; the host tier's pages are shared, not copied."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        memo[id(self.model_config)] = self.model_config
+        for name, value in self.__dict__.items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an OasisCache cannot be pickled: it owns host memory and transfers in flight")
+
+    def __getitem__(self, layer_idx: int) -> Any:
+        raise TypeError(
+            "an OasisCache has no tuples of tensors to index: use cache.layers[i].dense_kv() for one layer's complete keys and values"
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def _oasis_layers(self) -> list[OasisLayer]:
+        return [layer for layer in self.layers if isinstance(layer, OasisLayer)]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in the new tokens of one layer; see `OasisLayer.update`.
+
+        Args:
+            key_states: [batch, kv_heads, rows, key_dim].
+            value_states: [batch, kv_heads, rows, value_dim].
+            layer_idx: The layer's number in the model.
+        """
+        self.runtime.check_open()
+        if self.layer_class_to_replicate is not None:
+            while len(self.layers) <= layer_idx:
+                self.layers.append(OasisLayer(self.runtime))
+        if layer_idx == 0:
+            self._require_host_memory(key_states, value_states)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def _require_host_memory(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise `MemoryError` before anything is written if the forward's tokens cannot be held by all known layers."""
+        rows, total = keys.shape[2], self.get_seq_length() + keys.shape[2]
+        if total <= self.config.dense_tokens or rows <= self.config.sparse_rows:
+            return
+        token_bytes = sum(t.numel() * t.element_size() for t in (keys, values)) // rows
+        held = sum(layer.host_bytes for layer in self._oasis_layers)
+        needed = len(self._oasis_layers) * total * token_bytes - held
+        self.runtime.memory.require(needed, f"a context of {total:,} tokens in {len(self._oasis_layers)} layers")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens (0: none; more than there are: all) from every layer.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive, unless the installed transformers still takes that as a length to keep.
+        """
+        count = int(tokens_to_remove)  # transformers 5.17 passes a tensor
+        if count > 0 and _positive_crop_is_a_length():
+            warnings.warn(f"crop({count}) with a length to keep is deprecated; pass a negative number to remove", stacklevel=2)
+            count = min(0, count - self.get_seq_length())
+        super().crop(count)
+
+    def reset(self) -> None:
+        """Forget all tokens, give their memory back and start the counters anew."""
+        fresh = iter(transformers_layers(self.model_config)) if self.model_config is not None else iter(())
+        for layer_idx, layer in enumerate(self.layers):
+            replacement = next(fresh, None)
+            if isinstance(layer, OasisLayer) or replacement is None:
+                layer.reset()
+            else:  # made anew, because resetting leaves old tokens in some of transformers' own layers up to 5.17
+                self.layers[layer_idx] = replacement
+
+    def close(self) -> None:
+        """Give back device and host memory; the cache cannot be used again. Idempotent."""
+        if not self.runtime.closed:
+            self.reset()
+            self.runtime.engine.close()
+            self.runtime.closed = True
+
+    def __enter__(self) -> OasisCache:
+        self.runtime.check_open()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def stats(self) -> OasisStats:
+        """What the cache did since construction or `reset()`, and what it holds now. Waits for the device."""
+        layers = self._oasis_layers
+        counters = [layer.counters for layer in layers]
+        forwards = {phase: max((c.forwards[phase] for c in counters), default=0) for phase in PHASES}
+        misses = sum(int(c.misses) for c in counters)
+        memory = self.runtime.memory
+        return OasisStats(
+            steps=max((sum(c.forwards.values()) for c in counters), default=0),
+            prefill_steps=forwards["prefill"],
+            dense_steps=forwards["dense"],
+            sparse_steps=forwards["sparse"],
+            streamed_steps=forwards["streamed"],
+            fallback_steps=max((c.fallbacks for c in counters), default=0),
+            blocks_read=sum(c.blocks_read for c in counters),
+            tokens_read_max=max((c.tokens_read_max for c in counters), default=0),
+            hits=sum(c.blocks_selected for c in counters) - misses,
+            misses=misses,
+            bytes_fetched=sum(c.bytes_fetched for c in counters),
+            bytes_written=sum(c.bytes_written for c in counters),
+            device_bytes=sum(layer.device_bytes for layer in layers),
+            other_device_bytes=sum(_tensor_bytes(layer) for layer in self.layers if not isinstance(layer, OasisLayer)),
+            host_bytes=sum(layer.host_bytes for layer in layers),
+            host_bytes_reserved=memory.reserved_bytes,
+            pinned=memory.pinned_bytes == memory.reserved_bytes if memory.reserved_bytes else None,
+            index_bytes=sum(layer.index_bytes for layer in layers),
+            stall_seconds=sum(c.stall_seconds for c in counters),
+            context_tokens=max((layer.get_seq_length() for layer in layers), default=0),
+            oasis_layers=len(layers),
+            other_layers=len(self.layers) - len(layers),
+            warnings=tuple(self.runtime.messages),
+        )
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        state = "closed" if self.runtime.closed else f"{stats.context_tokens} tokens"
+        return (
+            f"OasisCache({state}, budget={self.config.budget}, index={self.config.index!r}, layers={stats.oasis_layers} oasis + "
+            f"{stats.other_layers} other, steps={stats.sparse_steps} sparse / {stats.dense_steps} dense, device={stats.device_bytes:,} B, "
+            f"index={stats.index_bytes:,} B, host={stats.host_bytes:,} B, hit_rate={stats.hit_rate:.3f})"
+        )
+
+
+def transformers_layers(model_config: PretrainedConfig) -> list[Any]:
+    """The cache layers that transformers itself would use for a model.
+
+    Raises:
+        ValueError: The config is none, or has a layer type that the installed transformers does not know.
+    """
+    if not isinstance(model_config, PretrainedConfig):
+        raise ValueError(f"model_config must be a model's config (model.config), got {type(model_config).__name__}")
+    try:
+        return DynamicCache(config=model_config).layers
+    except KeyError as error:
+        raise ValueError(f"layer type {error} of {type(model_config).__name__} is not known to the installed transformers") from error
+
+
+def _caches_latents(model_config: PretrainedConfig) -> bool:
+    """Whether the model's attention expands what it caches before it attends (multi-head latent attention)."""
+    return getattr(model_config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+
+
+@functools.cache
+def _positive_crop_is_a_length() -> bool:
+    """Whether the installed transformers takes `crop(n)` with n > 0 as a length to keep (until 5.19)."""
+    layer = DynamicLayer()
+    tokens = torch.zeros(1, 1, 2, 1)
+    layer.update(tokens, tokens)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer.crop(1)
+    except ValueError:
+        return False
+    return layer.get_seq_length() == 1
+
+
+def _tensor_bytes(layer: Any) -> int:
+    """Bytes of the tensors that one of transformers' own layers holds."""
+    tensors = []
+    for value in vars(layer).values():
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, torch.Tensor):
+                tensors.append(item)
+    return sum(t.numel() * t.element_size() for t in tensors)

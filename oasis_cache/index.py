@@ -1,0 +1,157 @@
+"""Block indexes: small stand-ins for the keys, kept on the device, by which all blocks of the context are ranked.
+
+An index answers one question: how much attention mass would each query row give to each block? It answers with the
+log-sum-exp of the (estimated) scaled scores of the block's tokens, so that a softmax over blocks is the mass itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+
+import torch
+
+from oasis_cache.kernels import reference
+
+
+class BlockIndex(ABC):
+    """Summaries of sealed blocks, appended once, kept in arrays [batch, kv_heads, capacity, ...] that grow by doubling."""
+
+    MIN_CAPACITY = 64
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self.arrays: dict[str, torch.Tensor] = {}
+
+    def __deepcopy__(self, memo: dict) -> BlockIndex:
+        twin = copy.copy(self)
+        twin.arrays = {name: array.clone() for name, array in self.arrays.items()}
+        return twin
+
+    @abstractmethod
+    def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        """keys [batch, kv_heads, blocks, block_size, key_dim] -> arrays [batch, kv_heads, blocks, ...]."""
+
+    @abstractmethod
+    def log_mass(
+        self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Log-sum-exp of the estimated scores of each block's tokens, of the first `num_blocks` blocks.
+
+        Args:
+            queries: [batch, kv_heads, rows, key_dim], rows of all query heads of a KV head.
+            visible: [batch, num_blocks, block_size] bool, False for padding tokens.
+
+        Returns:
+            [batch, kv_heads, rows, num_blocks] float32, -inf for a block without a visible token.
+        """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the summaries held, without spare capacity."""
+        return sum(array[:, :, : self.num_blocks].numel() * array.element_size() for array in self.arrays.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(array.numel() * array.element_size() for array in self.arrays.values())
+
+    def append(self, keys: torch.Tensor) -> None:
+        """Enter new sealed blocks: keys [batch, kv_heads, blocks, block_size, key_dim]."""
+        count = keys.shape[2]
+        if count == 0:
+            return
+        needed = self.num_blocks + count
+        for name, new in self.summarise(keys).items():
+            array = self.arrays.get(name)
+            if array is None or array.shape[2] < needed:
+                capacity = max(needed, self.MIN_CAPACITY if array is None else array.shape[2] * 5 // 4 + self.MIN_CAPACITY)
+                grown = new.new_empty(*new.shape[:2], capacity, *new.shape[3:])
+                if array is not None:
+                    grown[:, :, : self.num_blocks] = array[:, :, : self.num_blocks]
+                self.arrays[name] = array = grown
+            array[:, :, self.num_blocks : needed] = new
+        self.num_blocks = needed
+
+    def truncate(self, num_blocks: int) -> None:
+        self.num_blocks = min(self.num_blocks, num_blocks)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Batch row i becomes the former row `rows[i]`; rows: int64 [new batch]."""
+        self.arrays = {name: array.index_select(0, rows.to(array.device)) for name, array in self.arrays.items()}
+
+    def held(self, name: str, num_blocks: int) -> torch.Tensor:
+        return self.arrays[name][:, :, :num_blocks]
+
+
+class ExactIndex(BlockIndex):
+    """Full keys: the oracle. It costs the device memory that the library exists to save."""
+
+    def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"keys": keys}
+
+    def log_mass(self, queries, num_blocks, scaling, visible=None):
+        return reference.log_mass_exact(queries, self.held("keys", num_blocks), scaling, visible)
+
+
+class MinMaxIndex(BlockIndex):
+    """Channel-wise minimum and maximum of a block's keys: an upper bound of its scores (Quest, section 3.3; OasisKV)."""
+
+    def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"low": keys.amin(3), "high": keys.amax(3)}
+
+    def log_mass(self, queries, num_blocks, scaling, visible=None):
+        return reference.log_mass_minmax(
+            queries, self.held("low", num_blocks), self.held("high", num_blocks), scaling, visible
+        )
+
+
+class Int2Index(BlockIndex):
+    """Packed 2-bit keys with a minimum and a step per block and channel (as KIVI quantises keys: per channel)."""
+
+    def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, low, step = reference.quantise_int2(keys)
+        return {"codes": codes, "low": low, "step": step}
+
+    def log_mass(self, queries, num_blocks, scaling, visible=None):
+        arrays = (self.held(name, num_blocks) for name in ("codes", "low", "step"))
+        return reference.log_mass_int2(queries, *arrays, scaling, visible)
+
+
+class Int1Index(BlockIndex):
+    """Packed signs with a mean and a mean deviation per block and channel."""
+
+    def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, mean, deviation = reference.quantise_int1(keys)
+        return {"codes": codes, "mean": mean, "deviation": deviation}
+
+    def log_mass(self, queries, num_blocks, scaling, visible=None):
+        arrays = (self.held(name, num_blocks) for name in ("codes", "mean", "deviation"))
+        return reference.log_mass_int1(queries, *arrays, scaling, visible)
+
+
+class RecencyIndex(BlockIndex):
+    """No summaries: newer blocks rank higher. The control that retrieves nothing (StreamingLLM with a larger window)."""
+
+    def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"present": keys.new_ones(*keys.shape[:3], dtype=torch.bool)}
+
+    def log_mass(self, queries, num_blocks, scaling, visible=None):
+        age = torch.arange(num_blocks, dtype=torch.float32, device=queries.device) - num_blocks
+        scores = age.expand(*queries.shape[:3], num_blocks)
+        if visible is not None:
+            scores = scores.masked_fill(~visible.any(-1)[:, None, None], float("-inf"))
+        return scores
+
+
+INDEXES: dict[str, type[BlockIndex]] = {
+    "int2": Int2Index,
+    "int1": Int1Index,
+    "minmax": MinMaxIndex,
+    "exact": ExactIndex,
+    "recency": RecencyIndex,
+}
+
+
+def make_index(name: str) -> BlockIndex:
+    """The index of that name (see `OasisConfig.index`)."""
+    return INDEXES[name]()

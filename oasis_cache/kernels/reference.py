@@ -1,0 +1,276 @@
+"""Every device operation of a decode step in plain PyTorch, fp32 inside: the meaning that all faster versions must equal.
+
+Shapes: `rows` are the new tokens of a forward (the current token and its drafts), `group` the query heads of one KV head.
+Query tensors come as [batch, kv_heads, group * rows, key_dim], query head major: entry g * rows + r is row r of head g.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# --- Quantised keys -------------------------------------------------------------------------------------------------------
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack small integers planewise: byte j of a token holds channels j, j + n, j + 2n, ... with n = ceil(dim * bits / 8).
+
+    Args:
+        codes: [..., dim] uint8 below 2**bits; dim is padded with zeros to a multiple of 8 / bits.
+
+    Returns:
+        [..., n] uint8. Planes, not neighbours, share a byte, so that unpacking yields contiguous runs of channels.
+    """
+    per_byte = 8 // bits
+    dim = codes.shape[-1]
+    planes = torch.nn.functional.pad(codes, (0, -dim % per_byte)).unflatten(-1, (per_byte, -1))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device).unsqueeze(-1)
+    return (planes << shifts).sum(-2, dtype=torch.uint8)
+
+
+def unpack_codes(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """The inverse of `pack_codes`: [..., n] uint8 -> [..., dim] uint8."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
+    planes = (packed.unsqueeze(-2) >> shifts) & (2**bits - 1)
+    return planes.flatten(-2)[..., :dim]
+
+
+def quantise_int2(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two bits per key channel between the block's minimum and maximum of that channel.
+
+    The codes are rounded against the minimum and step as stored (bfloat16), so their rounding costs no accuracy.
+
+    Args:
+        keys: [batch, kv_heads, blocks, block_size, key_dim].
+
+    Returns:
+        codes [batch, kv_heads, blocks, block_size, ceil(key_dim / 4)] uint8, low and step [batch, kv_heads, blocks, key_dim]
+        bfloat16: key ~ low + step * code.
+    """
+    keys = keys.float()
+    low, high = keys.amin(3), keys.amax(3)
+    low = low.bfloat16()
+    step = ((high - low.float()) / 3).clamp_min(1e-8).bfloat16()
+    codes = ((keys - low.float().unsqueeze(3)) / step.float().unsqueeze(3)).round().clamp(0, 3).to(torch.uint8)
+    return pack_codes(codes, 2), low, step
+
+
+def quantise_int1(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One bit per key channel: mean plus or minus mean deviation of the block's channel.
+
+    Args:
+        keys: [batch, kv_heads, blocks, block_size, key_dim].
+
+    Returns:
+        codes [batch, kv_heads, blocks, block_size, ceil(key_dim / 8)] uint8, mean and deviation
+        [batch, kv_heads, blocks, key_dim] bfloat16: key ~ mean + deviation * (2 * code - 1).
+    """
+    keys = keys.float()
+    mean = keys.mean(3).bfloat16()
+    offset = keys - mean.float().unsqueeze(3)
+    return pack_codes((offset > 0).to(torch.uint8), 1), mean, offset.abs().mean(3).bfloat16()
+
+
+# --- Scoring --------------------------------------------------------------------------------------------------------------
+
+
+def _block_log_mass(token_scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """token_scores [batch, kv_heads, rows, blocks, block_size], visible [batch, blocks, block_size] -> log-sum-exp per block."""
+    if visible is not None:
+        token_scores = token_scores.masked_fill(~visible[:, None, None], float("-inf"))
+    return token_scores.logsumexp(-1)
+
+
+def log_mass_exact(
+    queries: torch.Tensor, keys: torch.Tensor, scaling: float, visible: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Log-sum-exp of q.k * scaling over each block: queries [batch, kv_heads, rows, key_dim], keys [..., blocks, block_size, key_dim]."""
+    scores = torch.einsum("bhrd,bhntd->bhrnt", queries.float(), keys.float()) * scaling
+    return _block_log_mass(scores, visible)
+
+
+def log_mass_int2(
+    queries: torch.Tensor,
+    codes: torch.Tensor,
+    low: torch.Tensor,
+    step: torch.Tensor,
+    scaling: float,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same with keys of `quantise_int2`: q.k ~ q.low + (q * step).code, so codes meet the query as they are."""
+    queries, low, step = queries.float(), low.float(), step.float()
+    base = queries @ low.transpose(-1, -2)  # [batch, kv_heads, rows, blocks]
+    scaled = queries.unsqueeze(2) * step.unsqueeze(3)  # [batch, kv_heads, blocks, rows, key_dim]
+    steps = scaled @ unpack_codes(codes, 2, queries.shape[-1]).float().transpose(-1, -2)  # [..., blocks, rows, block_size]
+    scores = (base.unsqueeze(-1) + steps.transpose(2, 3)) * scaling
+    return _block_log_mass(scores, visible)
+
+
+def log_mass_int1(
+    queries: torch.Tensor,
+    codes: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    scaling: float,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same with keys of `quantise_int1`: a minimum of mean - deviation and a step of twice the deviation."""
+    queries, mean, deviation = queries.float(), mean.float(), deviation.float()
+    base = queries @ (mean - deviation).transpose(-1, -2)
+    scaled = queries.unsqueeze(2) * (2 * deviation).unsqueeze(3)
+    steps = scaled @ unpack_codes(codes, 1, queries.shape[-1]).float().transpose(-1, -2)
+    scores = (base.unsqueeze(-1) + steps.transpose(2, 3)) * scaling
+    return _block_log_mass(scores, visible)
+
+
+def log_mass_minmax(
+    queries: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scaling: float, visible: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Upper bound of q.k * scaling over each block (Quest, section 3.3): low, high [batch, kv_heads, blocks, key_dim]."""
+    queries = queries.float()
+    bound = queries.clamp_min(0) @ high.float().transpose(-1, -2) + queries.clamp_max(0) @ low.float().transpose(-1, -2)
+    if visible is not None:
+        bound = bound.masked_fill(~visible.any(-1)[:, None, None], float("-inf"))
+    return bound * scaling
+
+
+def rank_blocks(log_mass: torch.Tensor, group: int) -> torch.Tensor:
+    """Score of each block for a KV head: softmax over blocks, mean over the query group, maximum over rows.
+
+    Args:
+        log_mass: [batch, kv_heads, group * rows, blocks] float32, -inf for blocks that may not be chosen.
+
+    Returns:
+        [batch, kv_heads, blocks] float32 in [0, 1]; -1 for blocks that no row may see.
+    """
+    mass = log_mass.softmax(-1).nan_to_num(0.0)  # a row that sees no block at all gives no mass
+    scores = mass.unflatten(2, (group, -1)).mean(2).amax(2)
+    return scores.masked_fill(log_mass.isneginf().all(2), -1.0)
+
+
+# --- Attention ------------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with its log-sum-exp, so that parts of a context can be merged.
+
+    Args:
+        queries: [batch, heads, rows, key_dim]; keys [batch, heads, tokens, key_dim]; values [batch, heads, tokens, value_dim].
+        mask: Broadcastable to [batch, heads, rows, tokens]; bool (True: visible) or additive.
+        softcap: Scores become softcap * tanh(score / softcap) before masking (Gemma 2).
+
+    Returns:
+        out [batch, heads, rows, value_dim] float32 and lse [batch, heads, rows] float32; a row that sees nothing has out 0 and
+        lse -inf.
+    """
+    scores = queries.float() @ keys.float().transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+    return weights @ values.float(), lse
+
+
+def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over disjoint parts of a context: (out, lse) pairs as `attention` returns them (FlashDecoding)."""
+    lse = torch.stack([part_lse for _, part_lse in parts]).logsumexp(0)
+    finite = lse.nan_to_num(neginf=0.0)
+    out = sum(part * (part_lse - finite).exp().unsqueeze(-1) for part, part_lse in parts)
+    return out, lse
+
+
+def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Let a learned logit per head take its share of the softmax (gpt-oss): out, lse of `attention`, sinks [heads]."""
+    return out * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)
+
+
+def sparse_attention(
+    queries: torch.Tensor,
+    kv: torch.Tensor,
+    key_dim: int,
+    num_tokens: int,
+    rows: int,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of a decode step over the slots and the window behind them.
+
+    Args:
+        queries: [batch, kv_heads, group * rows, key_dim].
+        kv: [batch, kv_heads, capacity, key_dim + value_dim]; the first `num_tokens` are in use, their last `rows` are the
+            tokens of the rows themselves, which see each other causally; all others are visible to every row.
+        mask: None, or [batch, kv_heads or 1, group * rows, num_tokens], bool or additive, on top of causality.
+        softcap: See `attention`.
+        sinks: [kv_heads, group] logits, or None.
+
+    Returns:
+        out [batch, kv_heads, group * rows, value_dim] float32, lse [batch, kv_heads, group * rows] float32 (sinks not
+        included), and mass [batch, kv_heads, num_tokens] float32: the probability each token received, mean over the group,
+        maximum over rows.
+    """
+    keys, values = kv[:, :, :num_tokens, :key_dim].float(), kv[:, :, :num_tokens, key_dim:].float()
+    scores = queries.float() @ keys.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    causal = causal_rows(rows, num_tokens, kv.device)
+    scores = scores.masked_fill(~causal.repeat(queries.shape[2] // rows, 1), float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+    if sinks is not None:
+        share = torch.sigmoid(lse.unflatten(2, (-1, rows)) - sinks.float()[None, :, :, None]).flatten(2)
+        weights = weights * share.unsqueeze(-1)
+    mass = weights.unflatten(2, (-1, rows)).mean(2).amax(2)
+    return weights @ values, lse, mass
+
+
+def causal_rows(rows: int, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """[rows, num_tokens] bool: row r sees all tokens but the last rows - 1 - r (bottom-right aligned causality)."""
+    last = torch.arange(num_tokens - rows, num_tokens, device=device)
+    return torch.arange(num_tokens, device=device) <= last.unsqueeze(-1)
+
+
+# --- Residency ------------------------------------------------------------------------------------------------------------
+
+
+def delta_select(
+    wanted: torch.Tensor, block_of_slot: torch.Tensor, last_wanted: torch.Tensor, num_blocks: int, max_fetch: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pair each wanted block that is absent with the slot of the least recently wanted block that is not wanted now.
+
+    Args:
+        wanted: [batch, kv_heads, count] int64, distinct block numbers below `num_blocks`, best first; count at most the slots.
+        block_of_slot: [batch, kv_heads, slots] int64, the block in each slot, -1 where empty.
+        last_wanted: [batch, kv_heads, slots] int64, the step at which a slot's block was last wanted; empty slots hold -1.
+        max_fetch: Most pairs per KV head.
+
+    Returns:
+        blocks, slots, mask: [batch, kv_heads, min(max_fetch, count)] each; pairs where mask is False stand for nothing.
+        Absent blocks come in the order of `wanted`, slots from the least recently wanted on, ties by slot number.
+    """
+    count = wanted.shape[2]
+    entries = min(max_fetch, count)
+    flags = torch.zeros(*wanted.shape[:2], num_blocks + 1, dtype=torch.bool, device=wanted.device)
+    held = block_of_slot.masked_fill(block_of_slot < 0, num_blocks)
+    resident = flags.clone().scatter_(2, held, True).gather(2, wanted)
+    needed = flags.scatter_(2, wanted, True)
+    needed[..., num_blocks] = False
+    kept = needed.gather(2, held)
+    absent_first = resident.to(torch.uint8).argsort(dim=2, stable=True)[..., :entries]
+    never = torch.iinfo(torch.int64).max
+    victims = last_wanted.masked_fill(kept, never).argsort(dim=2, stable=True)[..., :entries]
+    num_absent = (~resident).sum(2, keepdim=True)
+    num_victims = (~kept).sum(2, keepdim=True)
+    mask = torch.arange(entries, device=wanted.device) < torch.minimum(num_absent, num_victims)
+    return wanted.gather(2, absent_first), victims, mask

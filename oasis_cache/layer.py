@@ -1,0 +1,530 @@
+"""One layer of the cache: short contexts in one dense buffer, long ones as working set + index + host store.
+
+States. *dense*: at most `config.dense_tokens` tokens, in order in `self.dense`. *paged*: longer; blocks before the window are in
+the host store and the index, some of them in slots; the window holds the newest tokens. `self.pending` holds the new tokens of a
+streamed forward until attention has read them. Every operation brings the layer into one of the two states again.
+
+Phases of a forward of `rows` new tokens that leaves `total` tokens: prefill on an empty layer; dense if total fits
+`config.dense_tokens`; sparse if rows <= `config.sparse_rows`; streamed otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from oasis_cache import kernels
+from oasis_cache.attention import KVView
+from oasis_cache.blocks import LayerShape, as_blocks, pack_kv
+from oasis_cache.index import BlockIndex, make_index
+from oasis_cache.kernels import reference
+from oasis_cache.masks import AttentionMask
+from oasis_cache.pool import WorkingSet
+from oasis_cache.runtime import Runtime
+from oasis_cache.selector import select_blocks
+from oasis_cache.stats import LayerCounters
+from oasis_cache.store import HostStore
+
+
+class OasisLayer(CacheLayerMixin):
+    """A full-attention layer whose complete KV rests in the host tier and whose working set is on the device."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, runtime: Runtime, **_: Any) -> None:
+        super().__init__()
+        self.runtime = runtime
+        self.config = runtime.config
+        self.counters = LayerCounters()
+        self.generation = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.shape: LayerShape | None = None
+        self.dense: torch.Tensor | None = None  # [batch, kv_heads, capacity, kv_dim]
+        self.working_set: WorkingSet | None = None
+        self.index: BlockIndex | None = None
+        self.store: HostStore | None = None
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.length = 0  # tokens stored, pending ones not counted
+        self.phase = "prefill"
+        self.is_initialized = False
+        self.keys = self.values = None
+        self.generation += 1
+
+    def __deepcopy__(self, memo: dict) -> OasisLayer:
+        self._commit()
+        twin = copy.copy(self)
+        twin.runtime = copy.deepcopy(self.runtime, memo)
+        twin.counters = copy.deepcopy(self.counters)
+        twin.dense = None if self.dense is None else self.dense.clone()
+        for name in ("working_set", "index", "store"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        return twin
+
+    # --- The contract of CacheLayerMixin: sizes -------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Fix the layer's sizes by the first tensors: [batch, kv_heads, tokens, dim] each."""
+        self.shape = LayerShape.of(key_states, value_states)
+        self.counters.block_bytes = self.shape.block_bytes(self.config.block_size)
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        """Tokens held, those of the current forward included once `update` returned."""
+        return self.length + (self.pending[0].shape[2] if self.pending is not None else 0)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + int(query_length), 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device now: the dense buffer, or slots, window and tables; index apart."""
+        dense = self.dense.numel() * self.dense.element_size() if self.dense is not None else 0
+        return dense + (self.working_set.num_bytes if self.working_set is not None else 0)
+
+    @property
+    def index_bytes(self) -> int:
+        return self.index.reserved_bytes if self.index is not None else 0
+
+    @property
+    def host_bytes(self) -> int:
+        return self.store.used_bytes if self.store is not None else 0
+
+    # --- Update -------------------------------------------------------------------------------------------------------
+
+    def phase_of(self, rows: int) -> str:
+        """The phase that a forward of `rows` new tokens would be now (see the module's docstring)."""
+        past = self.get_seq_length()
+        if past == 0:
+            return "prefill"
+        if past + rows <= self.config.dense_tokens:
+            return "dense"
+        return "sparse" if rows <= self.config.sparse_rows else "streamed"
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new tokens in and return what attention shall read.
+
+        Args:
+            key_states: [batch, kv_heads, rows, key_dim], position already applied.
+            value_states: [batch, kv_heads, rows, value_dim].
+
+        Returns:
+            Keys and values of the whole context as tensors (prefill and dense), or as `KVView`s (sparse and streamed).
+
+        Raises:
+            ValueError: A size, dtype or device differs from what the layer holds.
+            MemoryError: The host tier cannot take the tokens. Nothing was written.
+            RuntimeError: The cache is closed.
+        """
+        self.runtime.check_open()
+        self._check(key_states, value_states)
+        self._commit()
+        rows = key_states.shape[2]
+        phase = self.phase_of(rows)
+        self._reserve(self.length + rows)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.phase = phase
+        self.counters.forwards[phase] += 1
+        if phase == "streamed":
+            self.pending = (key_states, value_states)
+            return self._views()
+        if phase == "sparse":
+            self._seal_accepted()
+            self.working_set.append(pack_kv(key_states, value_states))
+            self.length += rows
+            return self._views()
+        kv = pack_kv(key_states.detach(), value_states.detach())
+        if self.length + rows <= self.config.dense_tokens:
+            self._append_dense(kv)
+        else:
+            self._page_in(kv)
+        if phase == "prefill":
+            return key_states, value_states
+        key_dim = self.shape.key_dim
+        held = self.dense[:, :, : self.length]
+        return held[..., :key_dim], held[..., key_dim:]
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [batch, kv_heads, tokens, dim] and agree but for dim"
+            )
+        if self.shape is None or self.get_seq_length() == 0:
+            return
+        new = LayerShape.of(keys, values)
+        for name, held, got in (
+            ("batch size", self.shape.batch, new.batch),
+            ("number of KV heads", self.shape.kv_heads, new.kv_heads),
+            ("key width", self.shape.key_dim, new.key_dim),
+            ("value width", self.shape.value_dim, new.value_dim),
+            ("dtype", self.shape.dtype, new.dtype),
+            ("device", self.shape.device, new.device),
+        ):
+            if held != got:
+                raise ValueError(
+                    f"{name} {got} does not fit this cache, which holds {self.get_seq_length()} tokens with {name} {held}; "
+                    "reset() it, or use a cache per batch"
+                )
+
+    def _reserve(self, total: int) -> None:
+        """Raise `MemoryError` before anything is written if the host tier cannot hold `total` tokens of this layer."""
+        if total <= self.config.dense_tokens or self.store is None:
+            return
+        new_blocks = total // self.config.block_size - self.store.num_blocks
+        if new_blocks > 1:
+            self.runtime.memory.require(self.store.bytes_to_append(new_blocks), f"a context of {total} tokens")
+
+    def _views(self) -> tuple[KVView, KVView]:
+        sizes = (self.shape.batch, self.shape.kv_heads, self.get_seq_length())
+        return (
+            KVView(self, "keys", (*sizes, self.shape.key_dim)),
+            KVView(self, "values", (*sizes, self.shape.value_dim)),
+        )
+
+    # --- Storing ------------------------------------------------------------------------------------------------------
+
+    def _append_dense(self, kv: torch.Tensor) -> None:
+        """Put new tokens [batch, kv_heads, rows, kv_dim] behind the dense buffer's, which grows by doubling."""
+        total = self.length + kv.shape[2]
+        if self.dense is None or self.dense.shape[2] < total:
+            held = 0 if self.dense is None else self.dense.shape[2]
+            capacity = min(max(total + self.config.sparse_rows, 2 * held), self.config.dense_tokens)
+            grown = kv.new_empty(*kv.shape[:2], capacity, kv.shape[3])
+            if self.dense is not None:
+                grown[:, :, : self.length] = self.dense[:, :, : self.length]
+            self.dense = grown
+        self.dense[:, :, self.length : total] = kv
+        self.length = total
+
+    def _page_in(self, kv: torch.Tensor) -> None:
+        """Take many new tokens [batch, kv_heads, rows, kv_dim] into the paged state, sealing all but the newest."""
+        block_size = self.config.block_size
+        if self.working_set is None:
+            known, start = (self.dense[:, :, : self.length], 0) if self.dense is not None else (kv[:, :, :0], 0)
+            self._open_pages()
+        else:
+            known, start = self.working_set.window, self.working_set.window_start
+        total = self.length + kv.shape[2]
+        sealed = max(self.length // block_size, (total - self.config.sparse_rows) // block_size)
+        recent = max(self._window_block(sealed) * block_size, self.working_set.window_start)
+        first = self.store.num_blocks * block_size
+        kv = torch.cat([known[:, :, max(0, first - start) :], kv], dim=2)  # from position max(start, first) on
+        start = max(start, first)
+        self._seal(kv[:, :, first - start : sealed * block_size - start])
+        if recent < start:  # the window still holds older tokens that stay
+            kv = torch.cat([known[:, :, recent - self.working_set.window_start : first - self.working_set.window_start], kv], dim=2)
+            start = recent
+        self.working_set.replace_window(kv[:, :, recent - start :], recent)
+        self.length, self.dense = total, None
+
+    def _window_block(self, sealed: int) -> int:
+        """The block at which the window starts when `sealed` blocks are sealed: the slots can always be filled."""
+        return max(sealed - self.config.recent_blocks, self.config.num_slots)
+
+    def _open_pages(self) -> None:
+        config, shape = self.config, self.shape
+        self.working_set = WorkingSet(shape, config.block_size, config.num_slots, config.window_tokens)
+        self.index = make_index(config.index)
+        self.store = HostStore(self.runtime.memory, shape, config.block_size)
+
+    def _seal(self, kv: torch.Tensor) -> None:
+        """Enter the next whole blocks [batch, kv_heads, blocks * block_size, kv_dim] in the store and the index."""
+        blocks = as_blocks(kv, self.config.block_size)
+        self.counters.bytes_written += self.store.append(blocks)
+        self.index.append(blocks[..., : self.shape.key_dim])
+        if self.runtime.memory.pin_failure is not None:
+            self.runtime.warn_once(self.runtime.memory.pin_failure)
+
+    def _seal_accepted(self) -> None:
+        """Seal the blocks whose tokens are all still there, and let blocks that are no longer recent leave the window."""
+        if self.working_set is None:
+            self._page_in(self.dense[:, :, :0])
+            return
+        block_size, window = self.config.block_size, self.working_set
+        accepted, sealed = self.length // block_size, self.store.num_blocks
+        if accepted > sealed:
+            offset = sealed * block_size - window.window_start
+            self._seal(window.window[:, :, offset : offset + (accepted - sealed) * block_size])
+        window.advance_window(self._window_block(self.store.num_blocks) * block_size)
+
+    def _commit(self) -> None:
+        """Store the new tokens of a streamed forward, whose attention is over."""
+        if self.pending is not None:
+            (keys, values), self.pending = self.pending, None
+            self._page_in(pack_kv(keys.detach(), values.detach()))
+
+    # --- Attention ----------------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        attention_mask: Any,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        """Attention of the current forward's rows over this layer: query [batch, query_heads, rows, key_dim] ->
+        [batch, rows, query_heads, value_dim]."""
+        rows, total = query.shape[2], self.get_seq_length()
+        mask = self.runtime.masks.normalise(attention_mask, rows, total, sliding_window, is_causal, query.device)
+        if self.phase == "sparse" and not mask.causal:
+            self._recount("streamed")
+        if self.phase == "streamed":
+            out = self._attend_streamed(query, mask, scaling, softcap, sinks)
+        else:
+            out = self._attend_sparse(query, mask, scaling, softcap, sinks)
+        return out.transpose(1, 2).contiguous()
+
+    def _attend_sparse(
+        self, query: torch.Tensor, mask: AttentionMask, scaling: float, softcap: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        config, shape, working_set = self.config, self.shape, self.working_set
+        batch, query_heads, rows, _ = query.shape
+        group = query_heads // shape.kv_heads
+        queries = query.reshape(batch, shape.kv_heads, group * rows, -1)
+        num_blocks = working_set.window_start // config.block_size
+        visible = mask.visible_tokens(working_set.window_start)
+        wanted = select_blocks(
+            self.index,
+            queries,
+            group,
+            num_blocks,
+            config.num_slots,
+            config.sink_blocks,
+            scaling,
+            None if visible is None else visible.unflatten(1, (num_blocks, config.block_size)),
+        )
+        self._fetch(wanted, num_blocks)
+        self._count_sparse(rows)
+        token_mask = mask.gather(working_set.token_positions(), group) if mask.values is not None else None
+        out = kernels.sparse_attention(
+            queries,
+            working_set.kv,
+            shape.key_dim,
+            working_set.num_tokens,
+            rows,
+            scaling,
+            token_mask,
+            softcap,
+            None if sinks is None else sinks.view(shape.kv_heads, group),
+        )
+        return out.view(batch, query_heads, rows, shape.value_dim)
+
+    def _fetch(self, wanted: torch.Tensor, num_blocks: int) -> None:
+        """Bring the wanted blocks into slots and wait for them."""
+        plan = self.working_set.want(wanted, num_blocks, self.config.num_slots, self.generation)
+        self.counters.misses += plan.mask.sum()
+        self.counters.blocks_fetched += plan.mask.sum()
+        started = time.perf_counter()
+        self.runtime.engine.wait(self.runtime.engine.submit(plan, self.store, self.working_set))
+        self.counters.stall_seconds += time.perf_counter() - started
+
+    def _count_sparse(self, rows: int) -> None:
+        block_size, window = self.config.block_size, self.working_set
+        recent = self.store.num_blocks - window.window_start // block_size
+        blocks = self.config.num_slots + recent
+        self.counters.tokens_read_max = max(self.counters.tokens_read_max, blocks * block_size)
+        self.counters.blocks_selected += self.config.num_slots * self.shape.batch * self.shape.kv_heads
+        self.counters.blocks_read += blocks * self.shape.batch * self.shape.kv_heads
+
+    def _attend_streamed(
+        self, query: torch.Tensor, mask: AttentionMask, scaling: float, softcap: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Exact attention over everything, past blocks brought through in pieces and merged by their log-sum-exp."""
+        shape, rows = self.shape, query.shape[2]
+        batch, query_heads = query.shape[:2]
+        queries = query.reshape(batch, shape.kv_heads, -1, shape.key_dim)  # group * rows
+        group = query_heads // shape.kv_heads
+        parts, position = [], 0
+        for kv in self._pieces():
+            stop = position + kv.shape[2]
+            columns = mask.columns(position, stop, shape.kv_heads)
+            if columns is None and mask.causal and stop > self.get_seq_length() - rows:
+                causal = reference.causal_rows(rows, self.get_seq_length(), kv.device)[:, position:stop]
+                columns = causal[None, None]
+            if columns is not None and columns.shape[2] == rows and group > 1 and not mask.per_head:
+                columns = columns.repeat(1, 1, group, 1)
+            parts.append(
+                kernels.attention(queries, kv[..., : shape.key_dim], kv[..., shape.key_dim :], scaling, columns, softcap)
+            )
+            if len(parts) == 2:
+                parts = [reference.merge(parts)]
+            position = stop
+        out, lse = parts[0]
+        out, lse = out.view(batch, query_heads, rows, -1), lse.view(batch, query_heads, rows)
+        if sinks is not None:
+            out = reference.apply_sinks(out, lse, sinks)
+        return out.to(query.dtype)
+
+    def _pieces(self) -> Iterator[torch.Tensor]:
+        """All tokens in order, on the device, a bounded number at a time: [batch, kv_heads, tokens, kv_dim] each."""
+        step = self.config.stream_tokens
+        if self.working_set is not None:
+            blocks_at_a_time = max(1, step // self.config.block_size)
+            window_block = self.working_set.window_start // self.config.block_size
+            for block in range(0, window_block, blocks_at_a_time):
+                kv = self.store.read_range(block, min(block + blocks_at_a_time, window_block))
+                self.counters.bytes_streamed += kv.numel() * kv.element_size()
+                yield kv.to(self.shape.device, non_blocking=True)
+            yield self.working_set.window
+        elif self.length:
+            yield from self.dense[:, :, : self.length].split(step, dim=2)
+        if self.pending is not None:
+            keys, values = self.pending
+            for part in zip(keys.split(step, dim=2), values.split(step, dim=2), strict=True):
+                yield pack_kv(*part)
+
+    def dense_kv(self) -> torch.Tensor:
+        """All tokens, gathered on the device: [batch, kv_heads, tokens, kv_dim]. The one operation that is not bounded."""
+        return torch.cat(list(self._pieces()), dim=2)
+
+    def fall_back(self, part: str, cause: str) -> torch.Tensor:
+        """The dense keys or values for an operation that cannot work on a view; warned about and counted."""
+        self.runtime.warn_once(
+            f"{cause} gets the complete dense keys and values from OasisCache: right, but slow and not sparse. "
+            "stats().fallback_steps counts such steps."
+        )
+        if self.phase in ("sparse", "streamed"):
+            self._recount("dense")
+            self.counters.fallbacks += 1
+        kv = self.dense_kv()
+        return kv[..., : self.shape.key_dim] if part == "keys" else kv[..., self.shape.key_dim :]
+
+    def _recount(self, phase: str) -> None:
+        """Count the current forward under another phase than it began in."""
+        self.counters.forwards[self.phase] -= 1
+        self.counters.forwards[phase] += 1
+        self.phase = phase
+
+    # --- The contract of CacheLayerMixin: mutations -----------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens (0: none; more than there are: all).
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive (a length to keep, as before transformers 5.15, is not accepted).
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass 0 or a negative number of tokens to remove (a length to keep is not accepted)"
+            )
+        self._commit()
+        keep = max(0, self.length + int(tokens_to_remove))
+        if keep == self.length:
+            return
+        self.generation += 1
+        if keep == 0:
+            counters = self.counters
+            self._forget()
+            self.counters = counters
+        elif self.working_set is None:
+            self.length = keep
+        elif keep <= self.config.dense_tokens:
+            self._leave_pages(keep)
+        else:
+            self._crop_pages(keep)
+
+    def _leave_pages(self, keep: int) -> None:
+        kv = torch.cat(list(self._pieces_until(keep)), dim=2)[:, :, :keep]
+        self.working_set = self.index = self.store = None
+        self.dense, self.length = None, 0
+        self._append_dense(kv)
+
+    def _pieces_until(self, keep: int) -> Iterator[torch.Tensor]:
+        position = 0
+        for kv in self._pieces():
+            if position < keep:
+                yield kv
+            position += kv.shape[2]
+
+    def _crop_pages(self, keep: int) -> None:
+        block_size, working_set = self.config.block_size, self.working_set
+        whole = keep // block_size
+        if keep < working_set.window_start:
+            start = self._window_block(whole)
+            stop = -(-keep // block_size)
+            kv = self.store.read_range(start, stop).to(self.shape.device)
+            working_set.forget_from(start)
+            working_set.replace_window(kv[:, :, : keep - start * block_size], start * block_size)
+        else:
+            working_set.window_length = keep - working_set.window_start
+        self.store.truncate(whole)
+        self.index.truncate(whole)
+        self.length = keep
+
+    def reset(self) -> None:
+        """Forget all tokens and give their memory back; counters start anew."""
+        self._forget()
+        self.counters = LayerCounters()
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        self._commit()
+        if self.get_seq_length() == 0:
+            return
+        self.generation += 1
+        if self.dense is not None:
+            self.dense = self.dense.index_select(0, rows.to(self.dense.device))
+        if self.working_set is not None:
+            self.working_set.select_rows(rows)
+            self.index.select_rows(rows)
+            self.store.select_rows(rows.cpu())
+        self.shape = LayerShape(
+            rows.numel(), self.shape.kv_heads, self.shape.key_dim, self.shape.value_dim, self.shape.dtype, self.shape.device
+        )
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Batch row i becomes the former row `beam_idx[i]` (int64 [batch])."""
+        self._select_rows(beam_idx.to(torch.int64))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each batch row `repeats` times, next to each other; host pages are shared."""
+        if self.get_seq_length():
+            self._select_rows(torch.arange(self.shape.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the batch rows `indices` (int64 [new batch], or a bool mask over rows), in that order."""
+        if self.get_seq_length():
+            indices = torch.as_tensor(indices)
+            indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices.flatten()
+            self._select_rows(torch.where(indices < 0, indices + self.shape.batch, indices))
+
+    def offload(self) -> None:
+        """Nothing to do: the complete KV is in the host tier already."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: blocks are fetched by demand and by prediction."""
+
+    def check_integrity(self) -> None:
+        """Assert that tables, stores and lengths agree. For tests."""
+        if self.working_set is None:
+            assert self.store is None and self.index is None
+            assert self.length == 0 or self.dense.shape[2] >= self.length
+            return
+        self._commit()
+        window, block_size = self.working_set, self.config.block_size
+        window.check_integrity()
+        self.store.check_integrity()
+        assert self.index.num_blocks == self.store.num_blocks
+        assert window.window_start % block_size == 0
+        assert window.window_start + window.window_length == self.length
+        assert window.window_start // block_size <= self.store.num_blocks <= self.length // block_size
+        assert window.window_start // block_size >= self.config.num_slots

@@ -1,0 +1,114 @@
+"""Counters of what a cache did, and the report made of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+
+PHASES = ("prefill", "dense", "sparse", "streamed")
+
+
+@dataclass
+class LayerCounters:
+    """What one layer counted since it was made or reset. Device tensors where a number is only known there.
+
+    Attributes:
+        forwards: Forwards by phase (see `OasisStats`).
+        fallbacks: Sparse or streamed forwards that were computed densely because something could not be honoured.
+        blocks_selected: Blocks in slots that attention read, summed over batch rows, KV heads and sparse steps.
+        blocks_read: The same with the recent blocks of the window.
+        tokens_read_max: Most tokens, the unsealed tail aside, that one KV head's attention read in one sparse step.
+        misses: Selected blocks that were not resident when attention asked.
+        bytes_fetched, bytes_written: Bytes moved from and to the host tier.
+        stall_seconds: Time spent waiting for blocks.
+    """
+
+    forwards: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    fallbacks: int = 0
+    blocks_selected: int = 0
+    blocks_read: int = 0
+    tokens_read_max: int = 0
+    misses: torch.Tensor | int = 0
+    blocks_fetched: torch.Tensor | int = 0
+    block_bytes: int = 0
+    bytes_streamed: int = 0
+    bytes_written: int = 0
+    stall_seconds: float = 0.0
+
+    @property
+    def bytes_fetched(self) -> int:
+        return int(self.blocks_fetched) * self.block_bytes + self.bytes_streamed
+
+
+@dataclass(frozen=True)
+class OasisStats:
+    """Report of `OasisCache.stats()`. Counts are since construction or `reset()`; bytes are now.
+
+    Attributes:
+        steps: Forwards through the cache.
+        prefill_steps: Forwards on an empty cache (exact).
+        dense_steps: Forwards that read the whole context because it was short, or by fallback.
+        sparse_steps: Forwards that read only selected blocks.
+        streamed_steps: Long forwards on a filled cache (exact, past blocks streamed through).
+        fallback_steps: The part of `dense_steps` that was computed densely for lack of support (see `warnings`).
+        blocks_read: Blocks read by sparse steps, summed over layers, batch rows, KV heads and steps; recent blocks included.
+        blocks_read_per_step: The same per sparse step.
+        tokens_read_max: Most tokens besides the unsealed tail that one KV head read in one sparse step: at most the budget.
+        hits, misses: Selected retrieved blocks that were, were not, resident when attention asked.
+        hit_rate: hits / (hits + misses), 0.0 before the first sparse step.
+        bytes_fetched, bytes_written: Bytes moved from, to the host tier.
+        device_bytes: Bytes of slots, window and tail on the device, index aside, over all OasisLayers.
+        other_device_bytes: Bytes of the layers that are not OasisLayers (sliding window, recurrent states, ...).
+        host_bytes: Bytes held by complete KV in the host tier.
+        host_bytes_reserved: Bytes of the slabs that hold them.
+        pinned: Whether the host tier's memory is page-locked (None: nothing is stored yet).
+        index_bytes: Bytes of the block index on the device.
+        stall_seconds: Time spent waiting for blocks.
+        context_tokens: Tokens the cache holds now.
+        oasis_layers, other_layers: How many layers of the cache can be sparse, and how many are transformers' own.
+        warnings: Messages that this cache gave, each once.
+    """
+
+    steps: int
+    prefill_steps: int
+    dense_steps: int
+    sparse_steps: int
+    streamed_steps: int
+    fallback_steps: int
+    blocks_read: int
+    tokens_read_max: int
+    hits: int
+    misses: int
+    bytes_fetched: int
+    bytes_written: int
+    device_bytes: int
+    other_device_bytes: int
+    host_bytes: int
+    host_bytes_reserved: int
+    pinned: bool | None
+    index_bytes: int
+    stall_seconds: float
+    context_tokens: int
+    oasis_layers: int
+    other_layers: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def hit_rate(self) -> float:
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 0.0
+
+    @property
+    def blocks_read_per_step(self) -> float:
+        return self.blocks_read / self.sparse_steps if self.sparse_steps else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and the derived `hit_rate` and `blocks_read_per_step`, as plain Python values."""
+        return {**asdict(self), "hit_rate": self.hit_rate, "blocks_read_per_step": self.blocks_read_per_step}
+
+    def __str__(self) -> str:
+        names = [f.name for f in fields(self)]
+        width = max(map(len, names))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.as_dict().items())
