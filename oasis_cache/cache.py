@@ -155,7 +155,8 @@ class OasisCache(Cache):
         layers = self._oasis_layers
         counters = [layer.counters for layer in layers]
         forwards = {phase: max((c.forwards[phase] for c in counters), default=0) for phase in PHASES}
-        misses = sum(int(c.misses) for c in counters)
+        late = sum(int(c.late) for c in counters)
+        misses = sum(int(c.misses) for c in counters) + late
         memory = self.runtime.memory
         return OasisStats(
             steps=max((sum(c.forwards.values()) for c in counters), default=0),
@@ -166,8 +167,12 @@ class OasisCache(Cache):
             fallback_steps=max((c.fallbacks for c in counters), default=0),
             blocks_read=sum(c.blocks_read for c in counters),
             tokens_read_max=max((c.tokens_read_max for c in counters), default=0),
-            hits=sum(c.blocks_selected for c in counters) - misses,
+            hits=sum(c.selected for c in counters) - misses,
             misses=misses,
+            prefetched=sum(int(c.prefetched) for c in counters),
+            prefetched_used=sum(int(c.prefetched_used) for c in counters),
+            late=late,
+            dropped=sum(c.dropped for c in counters),
             bytes_fetched=sum(c.bytes_fetched for c in counters),
             bytes_written=sum(c.bytes_written for c in counters),
             device_bytes=sum(layer.device_bytes for layer in layers),

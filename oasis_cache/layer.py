@@ -20,15 +20,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from oasis_cache import kernels
 from oasis_cache.attention import KVView
-from oasis_cache.blocks import LayerShape, as_blocks, pack_kv
+from oasis_cache.blocks import FetchPlan, LayerShape, as_blocks, pack_kv
 from oasis_cache.index import BlockIndex, make_index
 from oasis_cache.kernels import reference
 from oasis_cache.masks import AttentionMask
 from oasis_cache.pool import WorkingSet
 from oasis_cache.runtime import Runtime
-from oasis_cache.selector import select_blocks
+from oasis_cache.selector import BlockScores, choose_blocks, predict_scores, refine_by_attention, score_blocks
 from oasis_cache.stats import LayerCounters
 from oasis_cache.store import HostStore
+from oasis_cache.transfer import Transfer
 
 
 class OasisLayer(CacheLayerMixin):
@@ -44,12 +45,16 @@ class OasisLayer(CacheLayerMixin):
         self.config = runtime.config
         self.counters = LayerCounters()
         self.generation = 0
+        self.flying: Transfer | None = None  # the prefetch in flight
+        self.working_set: WorkingSet | None = None
+        self._late = False
         self._forget()
 
     def _forget(self) -> None:
+        self._disturb()
         self.shape: LayerShape | None = None
         self.dense: torch.Tensor | None = None  # [batch, kv_heads, capacity, kv_dim]
-        self.working_set: WorkingSet | None = None
+        self.working_set = None
         self.index: BlockIndex | None = None
         self.store: HostStore | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -57,10 +62,10 @@ class OasisLayer(CacheLayerMixin):
         self.phase = "prefill"
         self.is_initialized = False
         self.keys = self.values = None
-        self.generation += 1
 
     def __deepcopy__(self, memo: dict) -> OasisLayer:
         self._commit()
+        self._land_prefetched()
         twin = copy.copy(self)
         twin.runtime = copy.deepcopy(self.runtime, memo)
         twin.counters = copy.deepcopy(self.counters)
@@ -240,7 +245,8 @@ class OasisLayer(CacheLayerMixin):
 
     def _open_pages(self) -> None:
         config, shape = self.config, self.shape
-        self.working_set = WorkingSet(shape, config.block_size, config.num_slots, config.window_tokens)
+        num_staged = config.max_fetch_blocks if config.on_miss == "fetch" and self._prefetches else 0
+        self.working_set = WorkingSet(shape, config.block_size, config.num_slots, config.window_tokens, num_staged)
         self.index = make_index(config.index)
         self.store = HostStore(self.runtime.memory, shape, config.block_size)
 
@@ -303,47 +309,104 @@ class OasisLayer(CacheLayerMixin):
         queries = query.reshape(batch, shape.kv_heads, group * rows, -1)
         num_blocks = working_set.window_start // config.block_size
         visible = mask.visible_tokens(working_set.window_start)
-        wanted = select_blocks(
-            self.index,
-            queries,
-            group,
-            num_blocks,
-            config.num_slots,
-            config.sink_blocks,
-            scaling,
-            None if visible is None else visible.unflatten(1, (num_blocks, config.block_size)),
-        )
-        self._fetch(wanted, num_blocks)
+        if visible is not None:
+            visible = visible.unflatten(1, (num_blocks, config.block_size))
+        scores = score_blocks(self.index, queries, group, num_blocks, scaling, visible)
+        self._land_prefetched()
+        if config.on_miss == "fetch" or working_set.has_empty_slots:
+            self._demand(choose_blocks(scores.best, config.num_slots, config.sink_blocks), num_blocks)
         self._count_sparse(rows)
         token_mask = mask.gather(working_set.token_positions(), group) if mask.values is not None else None
-        out = kernels.sparse_attention(
-            queries,
-            working_set.kv,
-            shape.key_dim,
-            working_set.num_tokens,
-            rows,
-            scaling,
-            token_mask,
-            softcap,
-            None if sinks is None else sinks.view(shape.kv_heads, group),
-        )
-        return out.view(batch, query_heads, rows, shape.value_dim)
+        inputs = (queries, working_set.kv, shape.key_dim, working_set.num_tokens, rows, scaling, token_mask, softcap)
+        sinks = None if sinks is None else sinks.view(shape.kv_heads, group)
+        if config.on_miss == "fetch":
+            out = kernels.sparse_attention(*inputs, sinks)
+            if self._prefetches:
+                prediction = predict_scores(scores, config.lookahead)
+                self._prefetch(working_set.want_staged(prediction, self.generation), working_set.staging)
+        else:
+            out, lse, mass = kernels.sparse_attention_with_mass(*inputs, sinks)
+            mass = mass[..., : working_set.slot_tokens].unflatten(-1, (config.num_slots, config.block_size)).sum(-1)
+            prediction = refine_by_attention(scores, lse, mass, working_set.block_of_slot, group, config.lookahead)
+            wanted = choose_blocks(prediction, config.num_slots, config.sink_blocks)
+            self._count_skipped(scores, num_blocks)
+            plan = working_set.want(wanted, num_blocks, config.max_fetch_blocks, self.generation)
+            self._prefetch(plan, working_set.slots)
+        return out.to(query.dtype).view(batch, query_heads, rows, shape.value_dim)
 
-    def _fetch(self, wanted: torch.Tensor, num_blocks: int) -> None:
-        """Bring the wanted blocks into slots and wait for them."""
+    @property
+    def _prefetches(self) -> bool:
+        """Whether blocks are prefetched in `on_miss="fetch"`: by default only if copies really run beside the computation."""
+        mode = self.config.lookahead
+        return mode != "off" and self.config.max_fetch_blocks > 0 and (mode != "auto" or self.runtime.engine.asynchronous)
+
+    def _demand(self, wanted: torch.Tensor, num_blocks: int) -> None:
+        """Bring the wanted blocks into slots, from the staging area or the host tier, and wait for them."""
         plan = self.working_set.want(wanted, num_blocks, self.config.num_slots, self.generation)
-        self.counters.misses += plan.mask.sum()
-        self.counters.blocks_fetched += plan.mask.sum()
+        asked = wanted.numel()
+        if self.working_set.staging.shape[2]:
+            absent = plan.mask.sum()
+            plan, staged = self.working_set.take_staged(plan)
+            self.counters.prefetched_used += staged
+            if self._late:
+                self.counters.late += staged
+        else:
+            absent = plan.mask.sum()
+        missing = plan.mask.sum()
+        self.counters.selected += asked
+        self.counters.absent += absent
+        self.counters.misses += missing
+        self._wait(self.runtime.engine.submit(plan, self.store, self.working_set.slots))
+        self.counters.blocks_fetched += missing
+
+    def _prefetch(self, plan: FetchPlan, target: torch.Tensor) -> None:
+        """Send for predicted blocks; the next sparse step of this layer lands them."""
+        count = plan.mask.sum()
+        self.counters.prefetched += count
+        self.counters.blocks_fetched += count
+        self.flying = self.runtime.engine.submit(plan, self.store, target)
+
+    def _land_prefetched(self) -> None:
+        """Wait for what the last step sent for."""
+        self._late = False
+        if self.flying is not None:
+            self._late = not self.runtime.engine.ready(self.flying)
+            self._wait(self.flying)
+            self.flying = None
+
+    def _wait(self, transfer: Transfer) -> None:
         started = time.perf_counter()
-        self.runtime.engine.wait(self.runtime.engine.submit(plan, self.store, self.working_set))
+        self.runtime.engine.wait(transfer)
         self.counters.stall_seconds += time.perf_counter() - started
+
+    def _disturb(self) -> None:
+        """Before tables or stores change under a transfer: call it off, and make older plans worthless."""
+        self.generation += 1
+        if self.flying is not None:
+            self.runtime.engine.cancel(self.flying)
+            self.flying = None
+            self.counters.dropped += 1
+        if self.working_set is not None:
+            self.working_set.forget_staged()
+            if self.config.on_miss == "skip":
+                self.working_set.forget_from(0)
+
+    def _count_skipped(self, scores: BlockScores, num_blocks: int) -> None:
+        """Count which of the blocks that the current rows want most were resident when attention read."""
+        wanted = choose_blocks(scores.best, self.config.num_slots, self.config.sink_blocks)
+        held = self.working_set.block_of_slot
+        resident = torch.zeros(*wanted.shape[:2], num_blocks, dtype=torch.bool, device=wanted.device)
+        resident.scatter_(2, held.clamp_min(0), True)
+        missing = (~resident.gather(2, wanted)).sum()
+        self.counters.selected += wanted.numel()
+        self.counters.absent += missing
+        self.counters.misses += missing
 
     def _count_sparse(self, rows: int) -> None:
         block_size, window = self.config.block_size, self.working_set
         recent = self.store.num_blocks - window.window_start // block_size
         blocks = self.config.num_slots + recent
         self.counters.tokens_read_max = max(self.counters.tokens_read_max, blocks * block_size)
-        self.counters.blocks_selected += self.config.num_slots * self.shape.batch * self.shape.kv_heads
         self.counters.blocks_read += blocks * self.shape.batch * self.shape.kv_heads
 
     def _attend_streamed(
@@ -431,11 +494,10 @@ class OasisLayer(CacheLayerMixin):
         keep = max(0, self.length + int(tokens_to_remove))
         if keep == self.length:
             return
-        self.generation += 1
+        if self.working_set is not None and (keep < self.working_set.window_start or keep <= self.config.dense_tokens):
+            self._disturb()
         if keep == 0:
-            counters = self.counters
             self._forget()
-            self.counters = counters
         elif self.working_set is None:
             self.length = keep
         elif keep <= self.config.dense_tokens:
@@ -480,7 +542,7 @@ class OasisLayer(CacheLayerMixin):
         self._commit()
         if self.get_seq_length() == 0:
             return
-        self.generation += 1
+        self._disturb()
         if self.dense is not None:
             self.dense = self.dense.index_select(0, rows.to(self.dense.device))
         if self.working_set is not None:

@@ -15,13 +15,18 @@ from oasis_cache.kernels import reference
 
 
 class WorkingSet:
-    """Slots and window. Mutated by the layer and by landing transfers only."""
+    """Slots, window and staging area. Mutated by the layer and by landing transfers only.
 
-    def __init__(self, shape: LayerShape, block_size: int, num_slots: int, window_capacity: int) -> None:
+    The staging area takes prefetched blocks (`on_miss="fetch"`): which slot a block gets is then decided by selections alone, so
+    that prefetching changes neither the slots' order nor, by it, one bit of attention's sums.
+    """
+
+    def __init__(self, shape: LayerShape, block_size: int, num_slots: int, window_capacity: int, num_staged: int = 0) -> None:
         self.shape = shape
         self.block_size = block_size
         self.num_slots = num_slots
         self.window_capacity = window_capacity
+        self.has_empty_slots = True
         self.kv = torch.zeros(
             shape.batch,
             shape.kv_heads,
@@ -33,13 +38,20 @@ class WorkingSet:
         table = (shape.batch, shape.kv_heads, num_slots)
         self.block_of_slot = torch.full(table, -1, dtype=torch.int64, device=shape.device)
         self.last_wanted = torch.full(table, -1, dtype=torch.int64, device=shape.device)
+        staged = (shape.batch, shape.kv_heads, num_staged)
+        self.staging = torch.zeros(*staged, block_size, shape.kv_dim, dtype=shape.dtype, device=shape.device)
+        self.block_of_staged = torch.full(staged, -1, dtype=torch.int64, device=shape.device)
+        self.last_staged = torch.full(staged, -1, dtype=torch.int64, device=shape.device)
         self.window_start = 0  # position in the sequence of the window's first token
         self.window_length = 0
         self.clock = 0
 
+    _TENSORS = ("kv", "block_of_slot", "last_wanted", "staging", "block_of_staged", "last_staged")
+
     def __deepcopy__(self, memo: dict) -> WorkingSet:
         twin = copy.copy(self)
-        twin.kv, twin.block_of_slot, twin.last_wanted = self.kv.clone(), self.block_of_slot.clone(), self.last_wanted.clone()
+        for name in self._TENSORS:
+            setattr(twin, name, getattr(self, name).clone())
         return twin
 
     @property
@@ -53,8 +65,8 @@ class WorkingSet:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes of the buffer and its tables."""
-        return sum(t.numel() * t.element_size() for t in (self.kv, self.block_of_slot, self.last_wanted))
+        """Device bytes of slots, window, staging area and tables."""
+        return sum(getattr(self, name).numel() * getattr(self, name).element_size() for name in self._TENSORS)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -92,23 +104,53 @@ class WorkingSet:
         gone = self.block_of_slot >= block
         self.block_of_slot.masked_fill_(gone, -1)
         self.last_wanted.masked_fill_(gone, -1)
+        self.has_empty_slots = True
+
+    def forget_staged(self) -> None:
+        """Empty the staging area."""
+        self.block_of_staged.fill_(-1)
+        self.last_staged.fill_(-1)
 
     def want(self, wanted: torch.Tensor, num_blocks: int, max_fetch: int, generation: int) -> FetchPlan:
-        """Enter a wanted set in the table and return what must be fetched for it.
+        """Enter a wanted set in the slots' table and return what must be fetched into `slots` for it.
 
         Args:
             wanted: [batch, kv_heads, count] distinct block numbers, best first, count at most `num_slots`.
             num_blocks: Blocks that exist before the window.
             max_fetch: Most fetches per KV head.
         """
-        blocks, slots, mask = reference.delta_select(wanted, self.block_of_slot, self.last_wanted, num_blocks, max_fetch)
         self.clock += 1
-        self.block_of_slot.scatter_(2, slots, torch.where(mask, blocks, self.block_of_slot.gather(2, slots)))
-        is_wanted = torch.zeros(*wanted.shape[:2], num_blocks + 1, dtype=torch.bool, device=wanted.device)
-        is_wanted.scatter_(2, wanted, True)
+        if wanted.shape[2] == self.num_slots and max_fetch >= self.num_slots:
+            self.has_empty_slots = False
+        return _want(wanted, self.block_of_slot, self.last_wanted, num_blocks, max_fetch, self.clock, generation)
+
+    def want_staged(self, scores: torch.Tensor, generation: int) -> FetchPlan:
+        """Choose the best absent blocks for the staging area and return what must be fetched into `staging` for them.
+
+        Args:
+            scores: [batch, kv_heads, blocks] float32, the prediction; negative for blocks nobody may see.
+        """
+        num_blocks = scores.shape[2]
         held = self.block_of_slot.masked_fill(self.block_of_slot < 0, num_blocks)
-        self.last_wanted.masked_fill_(is_wanted.gather(2, held), self.clock)
-        return FetchPlan(blocks, slots, mask, generation)
+        padded = torch.nn.functional.pad(scores, (0, 1)).scatter(2, held, -1.0)[..., :num_blocks]
+        best = padded.topk(min(self.staging.shape[2], num_blocks), dim=-1)
+        plan = _want(
+            best.indices, self.block_of_staged, self.last_staged, num_blocks, self.staging.shape[2], self.clock, generation
+        )
+        return plan
+
+    def take_staged(self, plan: FetchPlan) -> tuple[FetchPlan, torch.Tensor]:
+        """Move blocks that a plan wants and the staging area holds into their slots.
+
+        Returns:
+            The plan without them, and their number (a device scalar).
+        """
+        match = plan.blocks.unsqueeze(-1) == self.block_of_staged.unsqueeze(2)  # [batch, kv_heads, entries, staged]
+        match &= plan.mask.unsqueeze(-1)
+        rows, heads, entries, staged = match.nonzero(as_tuple=True)
+        self.slots[rows, heads, plan.slots[rows, heads, entries]] = self.staging[rows, heads, staged]
+        found = match.any(-1)
+        return FetchPlan(plan.blocks, plan.slots, plan.mask & ~found, plan.generation), found.sum()
 
     def token_positions(self) -> torch.Tensor:
         """Sequence position of each token in use: [batch, kv_heads, num_tokens] int64; empty slots hold negative ones."""
@@ -120,9 +162,8 @@ class WorkingSet:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Batch row i becomes the former row `rows[i]`; rows: int64 [new batch]."""
         rows = rows.to(self.kv.device)
-        self.kv = self.kv.index_select(0, rows)
-        self.block_of_slot = self.block_of_slot.index_select(0, rows)
-        self.last_wanted = self.last_wanted.index_select(0, rows)
+        for name in self._TENSORS:
+            setattr(self, name, getattr(self, name).index_select(0, rows))
 
     def check_integrity(self) -> None:
         """Assert that no block has two slots in one head, and that no slot holds a block of the window."""
@@ -130,3 +171,21 @@ class WorkingSet:
         assert not ((held[..., 1:] == held[..., :-1]) & (held[..., 1:] >= 0)).any(), "a block lies in two slots"
         assert bool((self.block_of_slot * self.block_size < max(self.window_start, 1)).all()), "a slot holds a windowed block"
         assert 0 <= self.window_length <= self.window_capacity
+
+
+def _want(
+    wanted: torch.Tensor,
+    held: torch.Tensor,
+    last_wanted: torch.Tensor,
+    num_blocks: int,
+    max_fetch: int,
+    clock: int,
+    generation: int,
+) -> FetchPlan:
+    """`delta_select` on a table of held blocks [batch, kv_heads, entries], which is brought up to date in place."""
+    blocks, slots, mask = reference.delta_select(wanted, held, last_wanted, num_blocks, max_fetch)
+    held.scatter_(2, slots, torch.where(mask, blocks, held.gather(2, slots)))
+    is_wanted = torch.zeros(*wanted.shape[:2], num_blocks + 1, dtype=torch.bool, device=wanted.device)
+    is_wanted.scatter_(2, wanted, True)
+    last_wanted.masked_fill_(is_wanted.gather(2, held.masked_fill(held < 0, num_blocks)), clock)
+    return FetchPlan(blocks, slots, mask, generation)

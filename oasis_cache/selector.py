@@ -1,6 +1,8 @@
-"""From query rows to the blocks attention will read: scores of all blocks, then the best per KV head."""
+"""From query rows to blocks: what attention reads now, and what the next step should want."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -8,29 +10,92 @@ from oasis_cache.index import BlockIndex
 from oasis_cache.kernels import reference
 
 
-def select_blocks(
+@dataclass(frozen=True)
+class BlockScores:
+    """Estimated attention mass of every block before the window.
+
+    Attributes:
+        rows: [batch, kv_heads, rows, blocks] float32 in [0, 1], mean over the query group; -1 for blocks a row may not see.
+        log_mass: [batch, kv_heads, group * rows, blocks] float32, log-sum-exp of the estimated scores.
+    """
+
+    rows: torch.Tensor
+    log_mass: torch.Tensor
+
+    @property
+    def best(self) -> torch.Tensor:
+        """[batch, kv_heads, blocks]: the maximum over rows."""
+        return self.rows.amax(2)
+
+
+def score_blocks(
     index: BlockIndex,
     queries: torch.Tensor,
     group: int,
     num_blocks: int,
-    count: int,
-    sink_blocks: int,
     scaling: float,
     visible: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The blocks before the window that the rows want most.
+) -> BlockScores:
+    """Score the blocks before the window.
 
     Args:
         queries: [batch, kv_heads, group * rows, key_dim].
         group: Query heads per KV head.
         num_blocks: Blocks before the window, the candidates.
-        count: Blocks to choose, sinks included; at most `num_blocks`.
-        sink_blocks: First blocks, always chosen.
         visible: [batch, num_blocks, block_size] bool, False for padding; None: all tokens are real.
+    """
+    log_mass = index.log_mass(queries, num_blocks, scaling, visible)
+    return BlockScores(reference.rank_rows(log_mass, group), log_mass)
+
+
+def choose_blocks(scores: torch.Tensor, count: int, sink_blocks: int) -> torch.Tensor:
+    """The best blocks of each KV head, the sinks always among them.
+
+    Args:
+        scores: [batch, kv_heads, blocks].
+        count: Blocks to choose, sinks included; at most the blocks there are.
 
     Returns:
         [batch, kv_heads, count] int64 distinct block numbers, best first. Blocks that no row may see come last.
     """
-    scores = reference.rank_blocks(index.log_mass(queries, num_blocks, scaling, visible), group)
+    scores = scores.clone()
     scores[..., :sink_blocks] = float("inf")
     return scores.topk(count, dim=-1).indices
+
+
+def predict_scores(scores: BlockScores, mode: str) -> torch.Tensor:
+    """What the next step should want, before residency is looked at: [batch, kv_heads, blocks].
+
+    Args:
+        mode: `"draft"`: all rows, the drafts above all (OasisKV, its lookahead row); `"previous"`: the newest token that is
+            certain, row 0; `"auto"`: as `"draft"`.
+    """
+    return scores.rows[:, :, 0] if mode == "previous" else scores.best
+
+
+def refine_by_attention(
+    scores: BlockScores,
+    lse: torch.Tensor,
+    mass: torch.Tensor,
+    block_of_slot: torch.Tensor,
+    group: int,
+    mode: str,
+) -> torch.Tensor:
+    """Rank resident blocks by the attention mass they received and absent ones by the index, on one scale.
+
+    The index's log-mass of an absent block, less the row's own log-sum-exp, is the mass the block would have received beside
+    what was read; so both are shares of the same softmax.
+
+    Args:
+        lse: [batch, kv_heads, group * rows] float32, of the attention just computed.
+        mass: [batch, kv_heads, rows, slots] float32, attention mass per slot, mean over the group.
+        block_of_slot: [batch, kv_heads, slots] int64, -1 where empty.
+
+    Returns:
+        [batch, kv_heads, blocks] float32.
+    """
+    would = (scores.log_mass - lse.unsqueeze(-1)).exp().nan_to_num(0.0).unflatten(2, (group, -1)).mean(2)
+    held = block_of_slot.clamp_min(0).unsqueeze(2).expand(-1, -1, would.shape[2], -1)
+    would = would.scatter(3, held, torch.where(block_of_slot.unsqueeze(2) >= 0, mass, would.gather(3, held)))
+    would = would.masked_fill(scores.rows < 0, -1.0)
+    return would[:, :, 0] if mode == "previous" else would.amax(2)

@@ -27,10 +27,15 @@ class LayerCounters:
 
     forwards: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     fallbacks: int = 0
-    blocks_selected: int = 0
     blocks_read: int = 0
+    selected: int = 0
+    absent: torch.Tensor | int = 0
     tokens_read_max: int = 0
     misses: torch.Tensor | int = 0
+    prefetched: torch.Tensor | int = 0
+    prefetched_used: torch.Tensor | int = 0
+    late: torch.Tensor | int = 0
+    dropped: int = 0
     blocks_fetched: torch.Tensor | int = 0
     block_bytes: int = 0
     bytes_streamed: int = 0
@@ -56,7 +61,11 @@ class OasisStats:
         blocks_read: Blocks read by sparse steps, summed over layers, batch rows, KV heads and steps; recent blocks included.
         blocks_read_per_step: The same per sparse step.
         tokens_read_max: Most tokens besides the unsealed tail that one KV head read in one sparse step: at most the budget.
-        hits, misses: Selected retrieved blocks that were, were not, resident when attention asked.
+        hits, misses: Blocks wanted in slots that were, were not, resident (or prefetched and there) when attention asked.
+        prefetched: Blocks sent for by prediction.
+        prefetched_used: The part of them that the next step asked for while they were at hand.
+        late: The part of those that had not arrived when attention asked, so that it waited.
+        dropped: Prefetches called off by a crop, reorder or reset.
         hit_rate: hits / (hits + misses), 0.0 before the first sparse step.
         bytes_fetched, bytes_written: Bytes moved from, to the host tier.
         device_bytes: Bytes of slots, window and tail on the device, index aside, over all OasisLayers.
@@ -81,6 +90,10 @@ class OasisStats:
     tokens_read_max: int
     hits: int
     misses: int
+    prefetched: int
+    prefetched_used: int
+    late: int
+    dropped: int
     bytes_fetched: int
     bytes_written: int
     device_bytes: int

@@ -199,6 +199,30 @@ class PageAllocator:
             assert all((references[offset] == 0) == (offset in set(free)) for offset in range(len(references)))
 
 
+@dataclass(frozen=True)
+class BlockAddresses:
+    """Blocks of single KV heads by slab, looked up once: reading them needs no table and may happen in another thread.
+
+    Attributes:
+        parts: (slab, positions in the result or None for all, page offsets, heads) per slab.
+        shape: Of the result, [blocks, block_size, kv_dim].
+    """
+
+    parts: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]]
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        """[blocks, block_size, kv_dim] in host memory."""
+        if len(self.parts) == 1 and self.parts[0][1] is None:
+            slab, _, offsets, heads = self.parts[0]
+            return slab[offsets, heads]
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for slab, where, offsets, heads in self.parts:
+            out[where] = slab[offsets, heads]
+        return out
+
+
 class HostStore:
     """All sealed blocks of one layer: a page table over shared pages. The interface that every tier offers."""
 
@@ -274,18 +298,21 @@ class HostStore:
             pad = torch.full((self.batch, extra), -1, dtype=torch.int64)
             self._slab_ids, self._offsets = torch.cat([self._slab_ids, pad], 1), torch.cat([self._offsets, pad], 1)
 
-    def read_blocks(self, batch_ids: torch.Tensor, head_ids: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Blocks of single KV heads: three int64 CPU vectors [n] -> [n, block_size, kv_dim] in host memory."""
+    def locate(self, batch_ids: torch.Tensor, head_ids: torch.Tensor, blocks: torch.Tensor) -> BlockAddresses:
+        """Where blocks of single KV heads lie: three int64 CPU vectors [n]."""
         slab_ids, offsets = self._slab_ids[batch_ids, blocks], self._offsets[batch_ids, blocks]
         slabs = self.pages.slabs
+        parts = []
         if len(slabs) == 1:
-            return next(iter(slabs.values()))[offsets, head_ids]
-        out = torch.empty(blocks.numel(), self.block_size, self.shape.kv_dim, dtype=self.shape.dtype)
-        for number, slab in slabs.items():
-            where = (slab_ids == number).nonzero().flatten()
-            if where.numel():
-                out[where] = slab[offsets[where], head_ids[where]]
-        return out
+            parts.append((next(iter(slabs.values())), None, offsets, head_ids))
+        else:
+            for number, where in _runs(slab_ids):
+                parts.append((slabs[number], where, offsets[where], head_ids[where]))
+        return BlockAddresses(parts, (blocks.numel(), self.block_size, self.shape.kv_dim), self.shape.dtype)
+
+    def read_blocks(self, batch_ids: torch.Tensor, head_ids: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Blocks of single KV heads: three int64 CPU vectors [n] -> [n, block_size, kv_dim] in host memory."""
+        return self.locate(batch_ids, head_ids, blocks).read()
 
     def read_range(self, start: int, stop: int) -> torch.Tensor:
         """Blocks start..stop of all rows and heads -> [batch, kv_heads, (stop - start) * block_size, kv_dim] in host memory."""

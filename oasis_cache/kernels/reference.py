@@ -133,18 +133,23 @@ def log_mass_minmax(
     return bound * scaling
 
 
-def rank_blocks(log_mass: torch.Tensor, group: int) -> torch.Tensor:
-    """Score of each block for a KV head: softmax over blocks, mean over the query group, maximum over rows.
+def rank_rows(log_mass: torch.Tensor, group: int) -> torch.Tensor:
+    """Score of each block for each row of a KV head: softmax over blocks, mean over the query group.
 
     Args:
         log_mass: [batch, kv_heads, group * rows, blocks] float32, -inf for blocks that may not be chosen.
 
     Returns:
-        [batch, kv_heads, blocks] float32 in [0, 1]; -1 for blocks that no row may see.
+        [batch, kv_heads, rows, blocks] float32 in [0, 1]; -1 for blocks that the row may not see.
     """
     mass = log_mass.softmax(-1).nan_to_num(0.0)  # a row that sees no block at all gives no mass
-    scores = mass.unflatten(2, (group, -1)).mean(2).amax(2)
-    return scores.masked_fill(log_mass.isneginf().all(2), -1.0)
+    hidden = log_mass.isneginf().unflatten(2, (group, -1)).all(2)
+    return mass.unflatten(2, (group, -1)).mean(2).masked_fill(hidden, -1.0)
+
+
+def rank_blocks(log_mass: torch.Tensor, group: int) -> torch.Tensor:
+    """Score of each block for a KV head: the maximum of `rank_rows` over rows, [batch, kv_heads, blocks] float32."""
+    return rank_rows(log_mass, group).amax(2)
 
 
 # --- Attention ------------------------------------------------------------------------------------------------------------
@@ -215,8 +220,7 @@ def sparse_attention(
 
     Returns:
         out [batch, kv_heads, group * rows, value_dim] float32, lse [batch, kv_heads, group * rows] float32 (sinks not
-        included), and mass [batch, kv_heads, num_tokens] float32: the probability each token received, mean over the group,
-        maximum over rows.
+        included), and mass [batch, kv_heads, rows, num_tokens] float32: the probability each token received, mean over the group.
     """
     keys, values = kv[:, :, :num_tokens, :key_dim].float(), kv[:, :, :num_tokens, key_dim:].float()
     scores = queries.float() @ keys.transpose(-1, -2) * scaling
@@ -231,8 +235,7 @@ def sparse_attention(
     if sinks is not None:
         share = torch.sigmoid(lse.unflatten(2, (-1, rows)) - sinks.float()[None, :, :, None]).flatten(2)
         weights = weights * share.unsqueeze(-1)
-    mass = weights.unflatten(2, (-1, rows)).mean(2).amax(2)
-    return weights @ values, lse, mass
+    return weights @ values, lse, weights.unflatten(2, (-1, rows)).mean(2)
 
 
 def causal_rows(rows: int, num_tokens: int, device: torch.device) -> torch.Tensor:

@@ -39,6 +39,21 @@ def sparse_attention(
     )
 
 
+def sparse_attention_with_mass(
+    queries: torch.Tensor,
+    kv: torch.Tensor,
+    key_dim: int,
+    num_tokens: int,
+    rows: int,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.sparse_attention`: out, log-sum-exp and the mass each token received."""
+    return reference.sparse_attention(queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks)
+
+
 def attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
