@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import warnings
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from oasis_cache.attention import install
@@ -16,6 +17,8 @@ from oasis_cache.config import OasisConfig
 from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
 from oasis_cache.stats import PHASES, OasisStats
+
+_MAX_FRAMES = 24
 
 
 class OasisCache(Cache):
@@ -27,9 +30,9 @@ class OasisCache(Cache):
 
     Args:
         config: Settings; the defaults of `OasisConfig` if None.
-        model_config: The model's config (`model.config`). With it, sliding-window, recurrent and other special layers get
-            transformers' own cache layers; needed for models that have recurrent layers. Without it every layer is taken for
-            full attention: right, though a sliding-window layer then keeps more than its window.
+        model_config: The model's config (`model.config`), by which sliding-window, recurrent and other special layers get
+            transformers' own cache layers. If None it is taken from the model that first uses the cache; where none is found
+            (the cache is driven by hand) every layer is taken for full attention.
         **overrides: Fields of `OasisConfig` to set on top of `config`.
 
     Raises:
@@ -46,21 +49,38 @@ class OasisCache(Cache):
     ) -> None:
         self.config = OasisConfig.from_options(config, overrides)
         self.runtime = Runtime.create(self.config)
-        self.model_config = model_config
-        if model_config is None:
-            super().__init__(layer_class_to_replicate=OasisLayer)
-        else:
-            sparse = not _caches_latents(model_config)
-            if not sparse:
-                self.runtime.warn_once(
-                    f"{type(model_config).__name__} caches latents that its layers expand before attention (MLA): OasisCache keeps "
-                    "them dense on the device, as DynamicCache does"
-                )
-            layers = transformers_layers(model_config)
-            super().__init__(
-                layers=[OasisLayer(self.runtime) if sparse and type(layer) is DynamicLayer else layer for layer in layers]
-            )
+        self.model_config: PretrainedConfig | None = None
+        super().__init__(layers=[])
+        if model_config is not None:
+            self._adopt(model_config)
         install()
+
+    @property
+    def layers(self) -> list[Any]:
+        """One cache layer per model layer; empty until the model is known."""
+        if not self._layers and self.model_config is None:
+            model_config = _config_of_calling_model()
+            if model_config is not None:
+                self._adopt(model_config)
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        self._layers = layers
+
+    def _adopt(self, model_config: PretrainedConfig) -> None:
+        """Make the layers that the model needs: transformers' own, an `OasisLayer` in place of each plain full-attention one."""
+        sparse = not _caches_latents(model_config)
+        self._layers = [
+            OasisLayer(self.runtime) if sparse and type(layer) is DynamicLayer else layer
+            for layer in transformers_layers(model_config)
+        ]
+        self.model_config = model_config
+        if not sparse:
+            self.runtime.warn_once(
+                f"{type(model_config).__name__} caches latents that its layers expand before attention (MLA): OasisCache keeps "
+                "them dense on the device, as DynamicCache does"
+            )
 
     def __deepcopy__(self, memo: dict) -> OasisCache:
         """An independent cache with the same content; the host tier's pages are shared, not copied."""
@@ -97,7 +117,7 @@ class OasisCache(Cache):
             layer_idx: The layer's number in the model.
         """
         self.runtime.check_open()
-        if self.layer_class_to_replicate is not None:
+        if self.model_config is None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(OasisLayer(self.runtime))
         if layer_idx == 0:
@@ -215,6 +235,24 @@ def transformers_layers(model_config: PretrainedConfig) -> list[Any]:
 def _caches_latents(model_config: PretrainedConfig) -> bool:
     """Whether the model's attention expands what it caches before it attends (multi-head latent attention)."""
     return getattr(model_config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+
+
+def _config_of_calling_model() -> PretrainedConfig | None:
+    """The config of the model on whose behalf the cache is being used: the nearest one up the call stack.
+
+    A cache handed to `generate` or to a model is told of everything but its model; yet the model's layer kinds decide which cache
+    layers are right. The look costs microseconds and happens only while the cache has no layers.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        frame = frame.f_back
+        if frame is None:
+            return None
+        if "self" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, PreTrainedModel):
+                return owner.config
+    return None
 
 
 @functools.cache
