@@ -13,6 +13,11 @@ import torch
 
 from oasis_cache.kernels import reference
 
+try:
+    from oasis_cache.kernels import numba_ops
+except ImportError:  # numba is optional: PyTorch's operations serve, more slowly
+    numba_ops = None
+
 
 class BlockIndex(ABC):
     """Summaries of sealed blocks, appended once, kept in arrays [batch, kv_heads, capacity, ...] that grow by doubling."""
@@ -113,6 +118,9 @@ class Int2Index(BlockIndex):
         return {"codes": codes, "low": low, "step": step}
 
     def log_mass(self, queries, num_blocks, scaling, visible=None):
+        if visible is None and queries.device.type == "cpu" and numba_ops is not None:
+            arrays = (self.arrays[name] for name in ("codes", "low", "step"))
+            return numba_ops.log_mass_int2(queries, *arrays, num_blocks, scaling)
         arrays = (self.held(name, num_blocks) for name in ("codes", "low", "step"))
         return reference.log_mass_int2(queries, *arrays, scaling, visible)
 
