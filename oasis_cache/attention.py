@@ -47,14 +47,16 @@ class KVView(torch.Tensor):
 
     @staticmethod
     def __new__(cls, layer: OasisLayer, part: str, shape: tuple[int, ...]) -> KVView:
-        view = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.shape.dtype, device=layer.shape.device)
+        sizes = layer.shape
+        assert sizes is not None
+        view = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=sizes.dtype, device=sizes.device)
         view.layer, view.part, view.dense = layer, part, None
         return view
 
     def __init__(self, layer: OasisLayer, part: str, shape: tuple[int, ...]) -> None:
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def materialise(self, cause: str) -> torch.Tensor:
         """The exact dense tensor of this part; counted as a fallback of the layer and warned about once."""
@@ -63,12 +65,14 @@ class KVView(torch.Tensor):
         return self.dense
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         cause = f"the operation {func} on keys or values outside of attention"
         args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda v: v.materialise(cause), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, **kwargs: Any) -> str:  # Tensor.__repr__ would materialise
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override] # Tensor.__repr__ would materialise
         return f"KVView({self.part}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import sys
 import warnings
+from types import FrameType
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class OasisCache(Cache):
 
     def __getitem__(self, layer_idx: int) -> Any:
         raise TypeError(
-            "an OasisCache has no tuples of tensors to index: use cache.layers[i].dense_kv() for one layer's complete keys and values"
+            "an OasisCache has no tuples of tensors to index: use cache.layers[i].dense_kv() for a layer's complete keys and values"
         )
 
     def __bool__(self) -> bool:
@@ -142,7 +143,9 @@ class OasisCache(Cache):
         """
         count = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count > 0 and _positive_crop_is_a_length():
-            warnings.warn(f"crop({count}) with a length to keep is deprecated; pass a negative number to remove", stacklevel=2)
+            warnings.warn(
+                f"crop({count}) with a length to keep is deprecated; pass a negative number to remove", stacklevel=2
+            )
             count = min(0, count - self.get_seq_length())
         super().crop(count)
 
@@ -212,8 +215,9 @@ class OasisCache(Cache):
         stats = self.stats()
         state = "closed" if self.runtime.closed else f"{stats.context_tokens} tokens"
         return (
-            f"OasisCache({state}, budget={self.config.budget}, index={self.config.index!r}, layers={stats.oasis_layers} oasis + "
-            f"{stats.other_layers} other, steps={stats.sparse_steps} sparse / {stats.dense_steps} dense, device={stats.device_bytes:,} B, "
+            f"OasisCache({state}, budget={self.config.budget}, index={self.config.index!r}, "
+            f"layers={stats.oasis_layers} oasis + {stats.other_layers} other, "
+            f"steps={stats.sparse_steps} sparse / {stats.dense_steps} dense, device={stats.device_bytes:,} B, "
             f"index={stats.index_bytes:,} B, host={stats.host_bytes:,} B, hit_rate={stats.hit_rate:.3f})"
         )
 
@@ -229,7 +233,8 @@ def transformers_layers(model_config: PretrainedConfig) -> list[Any]:
     try:
         return DynamicCache(config=model_config).layers
     except KeyError as error:
-        raise ValueError(f"layer type {error} of {type(model_config).__name__} is not known to the installed transformers") from error
+        name = type(model_config).__name__
+        raise ValueError(f"layer type {error} of {name} is not known to the installed transformers") from error
 
 
 def _caches_latents(model_config: PretrainedConfig) -> bool:
@@ -243,9 +248,9 @@ def _config_of_calling_model() -> PretrainedConfig | None:
     A cache handed to `generate` or to a model is told of everything but its model; yet the model's layer kinds decide which cache
     layers are right. The look costs microseconds and happens only while the cache has no layers.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
-        frame = frame.f_back
+        frame = frame.f_back if frame is not None else None
         if frame is None:
             return None
         if "self" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
@@ -272,9 +277,7 @@ def _positive_crop_is_a_length() -> bool:
 
 def _tensor_bytes(layer: Any) -> int:
     """Bytes of the tensors that one of transformers' own layers holds."""
-    tensors = []
+    items: list[Any] = []
     for value in vars(layer).values():
-        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]:
-            if isinstance(item, torch.Tensor):
-                tensors.append(item)
-    return sum(t.numel() * t.element_size() for t in tensors)
+        items += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return sum(item.numel() * item.element_size() for item in items if isinstance(item, torch.Tensor))

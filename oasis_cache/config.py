@@ -94,7 +94,9 @@ class OasisConfig:
         if cap is None:
             return
         if isinstance(cap, bool) or not isinstance(cap, int | float):
-            raise ValueError(f"max_fetch={cap!r} must be None, a number of blocks (int), or a fraction of the budget (float)")
+            raise ValueError(
+                f"max_fetch={cap!r} must be None, a number of blocks (int), or a fraction of the budget (float)"
+            )
         if isinstance(cap, float) and not 0.0 <= cap <= 1.0:
             raise ValueError(f"max_fetch={cap} as a float is a fraction of the budget and must lie in [0.0, 1.0]")
         if cap < 0:

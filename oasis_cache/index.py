@@ -16,7 +16,7 @@ from oasis_cache.kernels import reference
 try:
     from oasis_cache.kernels import numba_ops
 except ImportError:  # numba is optional: PyTorch's operations serve, more slowly
-    numba_ops = None
+    numba_ops = None  # type: ignore[assignment]
 
 
 class BlockIndex(ABC):
@@ -69,7 +69,9 @@ class BlockIndex(ABC):
         for name, new in self.summarise(keys).items():
             array = self.arrays.get(name)
             if array is None or array.shape[2] < needed:
-                capacity = max(needed, self.MIN_CAPACITY if array is None else array.shape[2] * 5 // 4 + self.MIN_CAPACITY)
+                capacity = max(
+                    needed, self.MIN_CAPACITY if array is None else array.shape[2] * 5 // 4 + self.MIN_CAPACITY
+                )
                 grown = new.new_empty(*new.shape[:2], capacity, *new.shape[3:])
                 if array is not None:
                     grown[:, :, : self.num_blocks] = array[:, :, : self.num_blocks]
@@ -94,7 +96,9 @@ class ExactIndex(BlockIndex):
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"keys": keys}
 
-    def log_mass(self, queries, num_blocks, scaling, visible=None):
+    def log_mass(
+        self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return reference.log_mass_exact(queries, self.held("keys", num_blocks), scaling, visible)
 
 
@@ -104,7 +108,9 @@ class MinMaxIndex(BlockIndex):
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"low": keys.amin(3), "high": keys.amax(3)}
 
-    def log_mass(self, queries, num_blocks, scaling, visible=None):
+    def log_mass(
+        self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return reference.log_mass_minmax(
             queries, self.held("low", num_blocks), self.held("high", num_blocks), scaling, visible
         )
@@ -117,12 +123,14 @@ class Int2Index(BlockIndex):
         codes, low, step = reference.quantise_int2(keys)
         return {"codes": codes, "low": low, "step": step}
 
-    def log_mass(self, queries, num_blocks, scaling, visible=None):
+    def log_mass(
+        self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if visible is None and queries.device.type == "cpu" and numba_ops is not None:
-            arrays = (self.arrays[name] for name in ("codes", "low", "step"))
-            return numba_ops.log_mass_int2(queries, *arrays, num_blocks, scaling)
-        arrays = (self.held(name, num_blocks) for name in ("codes", "low", "step"))
-        return reference.log_mass_int2(queries, *arrays, scaling, visible)
+            whole = self.arrays
+            return numba_ops.log_mass_int2(queries, whole["codes"], whole["low"], whole["step"], num_blocks, scaling)
+        codes, low, step = (self.held(name, num_blocks) for name in ("codes", "low", "step"))
+        return reference.log_mass_int2(queries, codes, low, step, scaling, visible)
 
 
 class Int1Index(BlockIndex):
@@ -132,9 +140,11 @@ class Int1Index(BlockIndex):
         codes, mean, deviation = reference.quantise_int1(keys)
         return {"codes": codes, "mean": mean, "deviation": deviation}
 
-    def log_mass(self, queries, num_blocks, scaling, visible=None):
-        arrays = (self.held(name, num_blocks) for name in ("codes", "mean", "deviation"))
-        return reference.log_mass_int1(queries, *arrays, scaling, visible)
+    def log_mass(
+        self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        codes, mean, deviation = (self.held(name, num_blocks) for name in ("codes", "mean", "deviation"))
+        return reference.log_mass_int1(queries, codes, mean, deviation, scaling, visible)
 
 
 class RecencyIndex(BlockIndex):
@@ -143,7 +153,9 @@ class RecencyIndex(BlockIndex):
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"present": keys.new_ones(*keys.shape[:3], dtype=torch.bool)}
 
-    def log_mass(self, queries, num_blocks, scaling, visible=None):
+    def log_mass(
+        self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
         age = torch.arange(num_blocks, dtype=torch.float32, device=queries.device) - num_blocks
         scores = age.expand(*queries.shape[:3], num_blocks)
         if visible is not None:

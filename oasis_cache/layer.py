@@ -169,7 +169,7 @@ class OasisLayer(CacheLayerMixin):
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
             raise ValueError(
-                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [batch, kv_heads, tokens, dim] and agree but for dim"
+                f"keys {tuple(keys.shape)}, values {tuple(values.shape)} must be [batch, kv_heads, tokens, dim], equal but for dim"
             )
         if self.shape is None or self.get_seq_length() == 0:
             return
@@ -234,7 +234,9 @@ class OasisLayer(CacheLayerMixin):
         start = max(start, first)
         self._seal(kv[:, :, first - start : sealed * block_size - start])
         if recent < start:  # the window still holds older tokens that stay
-            kv = torch.cat([known[:, :, recent - self.working_set.window_start : first - self.working_set.window_start], kv], dim=2)
+            kv = torch.cat(
+                [known[:, :, recent - self.working_set.window_start : first - self.working_set.window_start], kv], dim=2
+            )
             start = recent
         self.working_set.replace_window(kv[:, :, recent - start :], recent)
         self.length, self.dense = total, None
@@ -301,7 +303,12 @@ class OasisLayer(CacheLayerMixin):
         return out.transpose(1, 2).contiguous()
 
     def _attend_sparse(
-        self, query: torch.Tensor, mask: AttentionMask, scaling: float, softcap: float | None, sinks: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        mask: AttentionMask,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         config, shape, working_set = self.config, self.shape, self.working_set
         batch, query_heads, rows, _ = query.shape
@@ -338,7 +345,9 @@ class OasisLayer(CacheLayerMixin):
     def _prefetches(self) -> bool:
         """Whether blocks are prefetched in `on_miss="fetch"`: by default only if copies really run beside the computation."""
         mode = self.config.lookahead
-        return mode != "off" and self.config.max_fetch_blocks > 0 and (mode != "auto" or self.runtime.engine.asynchronous)
+        return (
+            mode != "off" and self.config.max_fetch_blocks > 0 and (mode != "auto" or self.runtime.engine.asynchronous)
+        )
 
     def _demand(self, wanted: torch.Tensor, num_blocks: int) -> None:
         """Bring the wanted blocks into slots, from the staging area or the host tier, and wait for them."""
@@ -410,7 +419,12 @@ class OasisLayer(CacheLayerMixin):
         self.counters.blocks_read += blocks * self.shape.batch * self.shape.kv_heads
 
     def _attend_streamed(
-        self, query: torch.Tensor, mask: AttentionMask, scaling: float, softcap: float | None, sinks: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        mask: AttentionMask,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Exact attention over everything, past blocks brought through in pieces and merged by their log-sum-exp."""
         shape, rows = self.shape, query.shape[2]
@@ -427,7 +441,9 @@ class OasisLayer(CacheLayerMixin):
             if columns is not None and columns.shape[2] == rows and group > 1 and not mask.per_head:
                 columns = columns.repeat(1, 1, group, 1)
             parts.append(
-                kernels.attention(queries, kv[..., : shape.key_dim], kv[..., shape.key_dim :], scaling, columns, softcap)
+                kernels.attention(
+                    queries, kv[..., : shape.key_dim], kv[..., shape.key_dim :], scaling, columns, softcap
+                )
             )
             if len(parts) == 2:
                 parts = [reference.merge(parts)]
@@ -550,7 +566,12 @@ class OasisLayer(CacheLayerMixin):
             self.index.select_rows(rows)
             self.store.select_rows(rows.cpu())
         self.shape = LayerShape(
-            rows.numel(), self.shape.kv_heads, self.shape.key_dim, self.shape.value_dim, self.shape.dtype, self.shape.device
+            rows.numel(),
+            self.shape.kv_heads,
+            self.shape.key_dim,
+            self.shape.value_dim,
+            self.shape.dtype,
+            self.shape.device,
         )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -48,11 +48,13 @@ class AttentionMask:
         """
         if self.values is None:
             return None
-        batch, kv_heads, tokens = positions.shape
+        batch, kv_heads, _ = positions.shape
         heads = self.values.shape[1]
         rows = self.values.shape[2]
         values = self.values.expand(batch, heads, rows, -1)
-        values = values.unflatten(1, (kv_heads, -1)) if heads > 1 else values.unsqueeze(1).expand(-1, kv_heads, -1, -1, -1)
+        values = (
+            values.unflatten(1, (kv_heads, -1)) if heads > 1 else values.unsqueeze(1).expand(-1, kv_heads, -1, -1, -1)
+        )
         index = positions[:, :, None, None].expand(-1, -1, values.shape[2], rows, -1)
         picked = values.gather(-1, index)
         return picked.expand(-1, -1, group, -1, -1).flatten(2, 3)
@@ -68,7 +70,12 @@ class AttentionMask:
 
 
 def normalise(
-    mask: torch.Tensor | BlockMask | None, rows: int, total: int, sliding_window: int | None, is_causal: bool, device: torch.device
+    mask: torch.Tensor | BlockMask | None,
+    rows: int,
+    total: int,
+    sliding_window: int | None,
+    is_causal: bool,
+    device: torch.device,
 ) -> AttentionMask:
     """Bring a model's mask into the one form.
 
@@ -124,24 +131,26 @@ class MaskMemo:
     """The normalised mask of the current forward: every layer of a kind passes the same object."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple, tuple[weakref.ref, AttentionMask]] = {}
+        self._entries: dict[tuple, tuple[weakref.ref | None, AttentionMask]] = {}
 
     def normalise(
-        self, mask, rows: int, total: int, sliding_window: int | None, is_causal: bool, device: torch.device
+        self,
+        mask: torch.Tensor | BlockMask | None,
+        rows: int,
+        total: int,
+        sliding_window: int | None,
+        is_causal: bool,
+        device: torch.device,
     ) -> AttentionMask:
         """`normalise`, computed once per mask object and sizes."""
         if mask is None and (sliding_window is None or sliding_window >= total):
             return AttentionMask(None, causal=is_causal)
         key = (id(mask), rows, total, sliding_window, is_causal, device)
         entry = self._entries.get(key)
-        if entry is not None and (mask is None or entry[0]() is mask):
+        if entry is not None and (entry[0]() if entry[0] is not None else None) is mask:
             return entry[1]
         result = normalise(mask, rows, total, sliding_window, is_causal, device)
         if len(self._entries) >= 8:
             self._entries.clear()
-        self._entries[key] = (weakref.ref(mask) if mask is not None else _nothing, result)
+        self._entries[key] = (weakref.ref(mask) if mask is not None else None, result)
         return result
-
-
-def _nothing() -> None:
-    return None

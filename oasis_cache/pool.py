@@ -21,7 +21,9 @@ class WorkingSet:
     that prefetching changes neither the slots' order nor, by it, one bit of attention's sums.
     """
 
-    def __init__(self, shape: LayerShape, block_size: int, num_slots: int, window_capacity: int, num_staged: int = 0) -> None:
+    def __init__(
+        self, shape: LayerShape, block_size: int, num_slots: int, window_capacity: int, num_staged: int = 0
+    ) -> None:
         self.shape = shape
         self.block_size = block_size
         self.num_slots = num_slots
@@ -135,7 +137,13 @@ class WorkingSet:
         padded = torch.nn.functional.pad(scores, (0, 1)).scatter(2, held, -1.0)[..., :num_blocks]
         best = padded.topk(min(self.staging.shape[2], num_blocks), dim=-1)
         plan = _want(
-            best.indices, self.block_of_staged, self.last_staged, num_blocks, self.staging.shape[2], self.clock, generation
+            best.indices,
+            self.block_of_staged,
+            self.last_staged,
+            num_blocks,
+            self.staging.shape[2],
+            self.clock,
+            generation,
         )
         return plan
 
@@ -169,7 +177,9 @@ class WorkingSet:
         """Assert that no block has two slots in one head, and that no slot holds a block of the window."""
         held = self.block_of_slot.sort(dim=2).values
         assert not ((held[..., 1:] == held[..., :-1]) & (held[..., 1:] >= 0)).any(), "a block lies in two slots"
-        assert bool((self.block_of_slot * self.block_size < max(self.window_start, 1)).all()), "a slot holds a windowed block"
+        assert bool((self.block_of_slot * self.block_size < max(self.window_start, 1)).all()), (
+            "a slot holds a windowed block"
+        )
         assert 0 <= self.window_length <= self.window_capacity
 
 

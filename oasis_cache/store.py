@@ -69,7 +69,9 @@ class HostMemory:
         with self._lock:
             left = None if self.max_bytes is None else self.max_bytes - self.reserved_bytes
             if left is not None and num_bytes > left:
-                raise MemoryError(f"a slab of {num_bytes:,} bytes exceeds what max_host_bytes={self.max_bytes:,} leaves: {left:,}")
+                raise MemoryError(
+                    f"a slab of {num_bytes:,} bytes exceeds what max_host_bytes={self.max_bytes:,} leaves: {left:,}"
+                )
             slab = self._allocate_pinned(num_bytes) if pin else None
             if slab is None:
                 slab = torch.empty(num_bytes, dtype=torch.uint8)
@@ -238,7 +240,12 @@ class HostStore:
 
     def __deepcopy__(self, memo: dict) -> HostStore:
         copy = object.__new__(HostStore)
-        copy.shape, copy.block_size, copy.pages, copy.num_blocks = self.shape, self.block_size, self.pages, self.num_blocks
+        copy.shape, copy.block_size, copy.pages, copy.num_blocks = (
+            self.shape,
+            self.block_size,
+            self.pages,
+            self.num_blocks,
+        )
         copy._slab_ids, copy._offsets = self._slab_ids.clone(), self._offsets.clone()
         self.pages.share(*self._table())
         return copy
@@ -302,7 +309,7 @@ class HostStore:
         """Where blocks of single KV heads lie: three int64 CPU vectors [n]."""
         slab_ids, offsets = self._slab_ids[batch_ids, blocks], self._offsets[batch_ids, blocks]
         slabs = self.pages.slabs
-        parts = []
+        parts: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
         if len(slabs) == 1:
             parts.append((next(iter(slabs.values())), None, offsets, head_ids))
         else:
@@ -326,7 +333,9 @@ class HostStore:
     def truncate(self, num_blocks: int) -> None:
         """Forget the blocks from number `num_blocks` on."""
         if num_blocks < self.num_blocks:
-            self.pages.release(self._slab_ids[:, num_blocks : self.num_blocks], self._offsets[:, num_blocks : self.num_blocks])
+            self.pages.release(
+                self._slab_ids[:, num_blocks : self.num_blocks], self._offsets[:, num_blocks : self.num_blocks]
+            )
             self.num_blocks = num_blocks
 
     def select_rows(self, rows: torch.Tensor) -> None:

@@ -148,7 +148,9 @@ class SimulatedEngine(TransferEngine):
     def submit(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
         transfer = Transfer.resolve(plan, store, target)
         for other in self._flying:
-            assert other.target.data_ptr() != target.data_ptr(), "rule 3: a buffer got a new plan before its transfer was over"
+            assert other.target.data_ptr() != target.data_ptr(), (
+                "rule 3: a buffer got a new plan before its transfer was over"
+            )
         transfer.target[transfer.where] = float("nan")
         self._flying.append(transfer)
         self._land_some()
@@ -184,5 +186,7 @@ def make_engine(name: str, seed: int = 0) -> TransferEngine:
         return SimulatedEngine(seed)
     engines: dict[str, type[TransferEngine]] = {"auto": SyncEngine, "sync": SyncEngine, "threads": ThreadEngine}
     if name not in engines:
-        raise ValueError(f"engine={name!r} is not available in this version; use one of {', '.join(map(repr, engines))}")
+        raise ValueError(
+            f"engine={name!r} is not available in this version; use one of {', '.join(map(repr, engines))}"
+        )
     return engines[name]()

@@ -83,7 +83,16 @@ def _block_log_mass(token_scores: torch.Tensor, visible: torch.Tensor | None) ->
 def log_mass_exact(
     queries: torch.Tensor, keys: torch.Tensor, scaling: float, visible: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Log-sum-exp of q.k * scaling over each block: queries [batch, kv_heads, rows, key_dim], keys [..., blocks, block_size, key_dim]."""
+    """Log-sum-exp of q.k * scaling over each block.
+
+    Args:
+        queries: [batch, kv_heads, rows, key_dim].
+        keys: [batch, kv_heads, blocks, block_size, key_dim].
+        visible: [batch, blocks, block_size] bool, False for tokens that do not count.
+
+    Returns:
+        [batch, kv_heads, rows, blocks] float32.
+    """
     scores = torch.einsum("bhrd,bhntd->bhrnt", queries.float(), keys.float()) * scaling
     return _block_log_mass(scores, visible)
 
@@ -100,7 +109,9 @@ def log_mass_int2(
     queries, low, step = queries.float(), low.float(), step.float()
     base = queries @ low.transpose(-1, -2)  # [batch, kv_heads, rows, blocks]
     scaled = queries.unsqueeze(2) * step.unsqueeze(3)  # [batch, kv_heads, blocks, rows, key_dim]
-    steps = scaled @ unpack_codes(codes, 2, queries.shape[-1]).float().transpose(-1, -2)  # [..., blocks, rows, block_size]
+    steps = scaled @ unpack_codes(codes, 2, queries.shape[-1]).float().transpose(
+        -1, -2
+    )  # [..., blocks, rows, block_size]
     scores = (base.unsqueeze(-1) + steps.transpose(2, 3)) * scaling
     return _block_log_mass(scores, visible)
 
@@ -188,7 +199,7 @@ def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
     """Merge attention over disjoint parts of a context: (out, lse) pairs as `attention` returns them (FlashDecoding)."""
     lse = torch.stack([part_lse for _, part_lse in parts]).logsumexp(0)
     finite = lse.nan_to_num(neginf=0.0)
-    out = sum(part * (part_lse - finite).exp().unsqueeze(-1) for part, part_lse in parts)
+    out = torch.stack([part * (part_lse - finite).exp().unsqueeze(-1) for part, part_lse in parts]).sum(0)
     return out, lse
 
 
