@@ -17,7 +17,7 @@ from oasis_cache.attention import install
 from oasis_cache.config import OasisConfig
 from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
-from oasis_cache.stats import PHASES, OasisStats
+from oasis_cache.stats import PHASES, OasisStats, StepTrace
 
 _MAX_FRAMES = 24
 
@@ -210,6 +210,15 @@ class OasisCache(Cache):
             other_layers=len(self.layers) - len(layers),
             warnings=tuple(self.runtime.messages),
         )
+
+    @property
+    def trace(self) -> dict[int, list[StepTrace]]:
+        """The sparse steps of each layer since construction or `reset()`, by layer number; empty without `trace=True`."""
+        return {
+            number: list(layer.trace)
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer, OasisLayer) and layer.trace
+        }
 
     def __repr__(self) -> str:
         stats = self.stats()

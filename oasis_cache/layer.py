@@ -27,7 +27,7 @@ from oasis_cache.masks import AttentionMask
 from oasis_cache.pool import WorkingSet
 from oasis_cache.runtime import Runtime
 from oasis_cache.selector import BlockScores, choose_blocks, predict_scores, refine_by_attention, score_blocks
-from oasis_cache.stats import LayerCounters
+from oasis_cache.stats import LayerCounters, StepTrace
 from oasis_cache.store import HostStore
 from oasis_cache.transfer import Transfer
 
@@ -44,10 +44,12 @@ class OasisLayer(CacheLayerMixin):
         self.runtime = runtime
         self.config = runtime.config
         self.counters = LayerCounters()
+        self.trace: list[StepTrace] = []
         self.generation = 0
         self.flying: Transfer | None = None  # the prefetch in flight
         self.working_set: WorkingSet | None = None
         self._late = False
+        self._absent = self._missed = torch.zeros(0)
         self._forget()
 
     def _forget(self) -> None:
@@ -68,7 +70,7 @@ class OasisLayer(CacheLayerMixin):
         self._land_prefetched()
         twin = copy.copy(self)
         twin.runtime = copy.deepcopy(self.runtime, memo)
-        twin.counters = copy.deepcopy(self.counters)
+        twin.counters, twin.trace = copy.deepcopy(self.counters), list(self.trace)
         twin.dense = None if self.dense is None else self.dense.clone()
         for name in ("working_set", "index", "store"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
@@ -320,9 +322,12 @@ class OasisLayer(CacheLayerMixin):
             visible = visible.unflatten(1, (num_blocks, config.block_size))
         scores = score_blocks(self.index, queries, group, num_blocks, scaling, visible)
         self._land_prefetched()
-        if config.on_miss == "fetch" or working_set.has_empty_slots:
+        demanded = config.on_miss == "fetch" or working_set.has_empty_slots
+        if demanded:
             self._demand(choose_blocks(scores.best, config.num_slots, config.sink_blocks), num_blocks)
         self._count_sparse(rows)
+        if config.trace and config.on_miss == "fetch":
+            self._record(rows)
         token_mask = mask.gather(working_set.token_positions(), group) if mask.values is not None else None
         inputs = (queries, working_set.kv, shape.key_dim, working_set.num_tokens, rows, scaling, token_mask, softcap)
         sinks = None if sinks is None else sinks.view(shape.kv_heads, group)
@@ -336,7 +341,10 @@ class OasisLayer(CacheLayerMixin):
             mass = mass[..., : working_set.slot_tokens].unflatten(-1, (config.num_slots, config.block_size)).sum(-1)
             prediction = refine_by_attention(scores, lse, mass, working_set.block_of_slot, group, config.lookahead)
             wanted = choose_blocks(prediction, config.num_slots, config.sink_blocks)
-            self._count_skipped(scores, num_blocks)
+            if not demanded:
+                self._count_skipped(scores, num_blocks)
+            if config.trace:
+                self._record(rows)
             plan = working_set.want(wanted, num_blocks, config.max_fetch_blocks, self.generation)
             self._prefetch(plan, working_set.slots)
         return out.to(query.dtype).view(batch, query_heads, rows, shape.value_dim)
@@ -352,21 +360,16 @@ class OasisLayer(CacheLayerMixin):
     def _demand(self, wanted: torch.Tensor, num_blocks: int) -> None:
         """Bring the wanted blocks into slots, from the staging area or the host tier, and wait for them."""
         plan = self.working_set.want(wanted, num_blocks, self.config.num_slots, self.generation)
-        asked = wanted.numel()
+        absent = plan.mask.sum(2)
         if self.working_set.staging.shape[2]:
-            absent = plan.mask.sum()
             plan, staged = self.working_set.take_staged(plan)
             self.counters.prefetched_used += staged
             if self._late:
                 self.counters.late += staged
-        else:
-            absent = plan.mask.sum()
-        missing = plan.mask.sum()
-        self.counters.selected += asked
-        self.counters.absent += absent
-        self.counters.misses += missing
+        missed = plan.mask.sum(2)
+        self._count_wanted(wanted, absent, missed)
         self._wait(self.runtime.engine.submit(plan, self.store, self.working_set.slots))
-        self.counters.blocks_fetched += missing
+        self.counters.blocks_fetched += missed.sum()
 
     def _prefetch(self, plan: FetchPlan, target: torch.Tensor) -> None:
         """Send for predicted blocks; the next sparse step of this layer lands them."""
@@ -405,11 +408,21 @@ class OasisLayer(CacheLayerMixin):
         wanted = choose_blocks(scores.best, self.config.num_slots, self.config.sink_blocks)
         held = self.working_set.block_of_slot
         resident = torch.zeros(*wanted.shape[:2], num_blocks, dtype=torch.bool, device=wanted.device)
-        resident.scatter_(2, held.clamp_min(0), True)
-        missing = (~resident.gather(2, wanted)).sum()
+        missed = (~resident.scatter_(2, held.clamp_min(0), True).gather(2, wanted)).sum(2)
+        self._count_wanted(wanted, missed, missed)
+
+    def _count_wanted(self, wanted: torch.Tensor, absent: torch.Tensor, missed: torch.Tensor) -> None:
         self.counters.selected += wanted.numel()
-        self.counters.absent += missing
-        self.counters.misses += missing
+        self.counters.absent += absent.sum()
+        self.counters.misses += missed.sum()
+        self._absent, self._missed = absent, missed
+
+    def _record(self, rows: int) -> None:
+        """Enter the current sparse step in the trace."""
+        selected = self.working_set.block_of_slot.sort(dim=2).values.to("cpu", torch.int32)
+        absent, missed = (part.to("cpu", torch.int32) for part in (self._absent, self._missed))
+        window_block = self.working_set.window_start // self.config.block_size
+        self.trace.append(StepTrace(self.length, rows, window_block, selected, absent, missed))
 
     def _count_sparse(self, rows: int) -> None:
         block_size, window = self.config.block_size, self.working_set
@@ -552,13 +565,14 @@ class OasisLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens and give their memory back; counters start anew."""
         self._forget()
-        self.counters = LayerCounters()
+        self.counters, self.trace = LayerCounters(), []
 
     def _select_rows(self, rows: torch.Tensor) -> None:
         self._commit()
         if self.get_seq_length() == 0:
             return
-        self._disturb()
+        self._land_prefetched()  # what is on its way is for rows that move along with it
+        self.generation += 1
         if self.dense is not None:
             self.dense = self.dense.index_select(0, rows.to(self.dense.device))
         if self.working_set is not None:

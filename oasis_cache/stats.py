@@ -48,6 +48,27 @@ class LayerCounters:
 
 
 @dataclass(frozen=True)
+class StepTrace:
+    """One sparse step of one layer, recorded with `OasisConfig(trace=True)`.
+
+    Attributes:
+        context_tokens: Tokens in the cache, the step's own included.
+        rows: New tokens of the step.
+        window_block: The block at which the window begins; blocks from there on are read without being selected.
+        selected: [batch, kv_heads, slots] int32, the blocks in the slots that attention read, sorted; -1 for an empty slot.
+        absent: [batch, kv_heads] int32, how many of the blocks that the rows wanted were in no slot when attention asked.
+        missed: [batch, kv_heads] int32, how many of those were not prefetched either.
+    """
+
+    context_tokens: int
+    rows: int
+    window_block: int
+    selected: torch.Tensor
+    absent: torch.Tensor
+    missed: torch.Tensor
+
+
+@dataclass(frozen=True)
 class OasisStats:
     """Report of `OasisCache.stats()`. Counts are since construction or `reset()`; bytes are now.
 

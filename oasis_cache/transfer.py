@@ -8,8 +8,8 @@ Rules of the buffers, obeyed by every engine and checked by the simulated one:
 2. Reading. An entry may be read only after `wait` returned for the transfer that fills it.
 3. Reuse. An entry may be named by a new plan only after `wait` or `cancel` returned for the transfer that names it now.
 4. Sources. A host page is immutable from `HostStore.append` until its last reference is gone. Freeing or replacing pages or
-   buffers (crop, reorder, reset, close, an exception) begins with `cancel` of the layer's transfer and raises the layer's
-   generation; a transfer that was cancelled, or whose plan is of an older generation, never lands.
+   buffers (crop, reset, close) begins with `cancel` of the layer's transfer, moving them (reorder, copy) with its `wait`; both
+   raise the layer's generation. A transfer that was cancelled never lands.
 """
 
 from __future__ import annotations
