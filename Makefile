@@ -78,16 +78,16 @@ $(VENV)/dev$(STAMP): $(VENV)/demo$(STAMP)
 	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[demo-tools,dev]'
 	@touch $@
 
-$(OLDER_TRANSFORMERS:%=matrix-%): matrix-%: $(MATRIX)/%/test$(STAMP)
-	@$(call contract,$(MATRIX)/$*/bin/python)
+$(OLDER_TRANSFORMERS:%=matrix-%): matrix-%: $(MATRIX)/tf-%/test$(STAMP)
+	@$(call contract,$(MATRIX)/tf-$*/bin/python)
 
 # Each release of transformers brings its own range of huggingface_hub.
-$(MATRIX)/%/test$(STAMP):
-	@echo "Installing an environment with transformers $* into $(MATRIX)/$*"
-	@mkdir -p $(MATRIX)/$*
-	@grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(MATRIX)/$*/constraints.txt
-	@echo 'transformers==$*' >> $(MATRIX)/$*/constraints.txt
-	@$(call environment,$(MATRIX)/$*,$(MATRIX)/$*/constraints.txt,demo-tools$(comma)test)
+$(MATRIX)/tf-%/test$(STAMP):
+	@echo "Installing an environment with transformers $* into $(MATRIX)/tf-$*"
+	@mkdir -p $(MATRIX)/tf-$*
+	@grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(MATRIX)/tf-$*/constraints.txt
+	@echo 'transformers==$*' >> $(MATRIX)/tf-$*/constraints.txt
+	@$(call environment,$(MATRIX)/tf-$*,$(MATRIX)/tf-$*/constraints.txt,demo-tools$(comma)test)
 	@touch $@
 
 comma := ,
