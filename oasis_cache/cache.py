@@ -71,10 +71,10 @@ class OasisCache(Cache):
 
     def _adopt(self, model_config: PretrainedConfig) -> None:
         """Make the layers that the model needs: transformers' own, an `OasisLayer` in place of each plain full-attention one."""
+        layers = transformers_layers(model_config)
         sparse = not _caches_latents(model_config)
         self._layers = [
-            OasisLayer(self.runtime) if sparse and type(layer) is DynamicLayer else layer
-            for layer in transformers_layers(model_config)
+            OasisLayer(self.runtime) if sparse and type(layer) is DynamicLayer else layer for layer in layers
         ]
         self.model_config = model_config
         if not sparse:

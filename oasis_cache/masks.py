@@ -11,6 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from oasis_cache.kernels.reference import causal_rows
 
 
+HIDDEN = -1e4  # what an additive mask lowers by this much gets no attention at all
+
+
 @dataclass(frozen=True)
 class AttentionMask:
     """What the rows of one forward may see, on top of bottom-right causality.
@@ -65,7 +68,7 @@ class AttentionMask:
             return None
         part = self.values[..., :num_tokens]
         if part.dtype != torch.bool:
-            part = part > torch.finfo(part.dtype).min / 2
+            part = part > HIDDEN
         return part.any(dim=1).any(dim=1)
 
 
@@ -121,7 +124,7 @@ def normalise(
 
 def _is_plain(values: torch.Tensor, causal: torch.Tensor) -> bool:
     """Whether a 4D mask says nothing but bottom-right causality (looked up on the CPU only, where looking costs no wait)."""
-    visible = values if values.dtype == torch.bool else values > torch.finfo(values.dtype).min / 2
+    visible = values if values.dtype == torch.bool else values > HIDDEN
     if not torch.equal(visible, causal.expand_as(visible)):
         return False
     return values.dtype == torch.bool or bool((values.masked_fill(~visible, 0) == 0).all())

@@ -141,11 +141,12 @@ class PageAllocator:
         missing = num_pages - sum(map(len, self._free.values()))
         if missing <= 0:
             return []
-        missing = max(missing, self.num_pages_used // 8)  # amortises decoding, which asks for a page at a time
+        growth = self.num_pages_used // 8  # amortises decoding, which asks for a page at a time
         smallest = 1 << (self.MIN_SLAB_PAGES * self.page_bytes - 1).bit_length()
-        sizes = []
+        sizes: list[int] = []
         while missing > 0:
-            sizes.append(max(smallest, 1 << ((missing * self.page_bytes).bit_length() - 1)))
+            wanted = max(missing, growth) * self.page_bytes
+            sizes.append(max(smallest, 1 << (wanted.bit_length() - 1)))
             missing -= sizes[-1] // self.page_bytes
         return sizes
 
