@@ -10,7 +10,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from oasis_cache.kernels.reference import causal_rows
 
-
 HIDDEN = -1e4  # what an additive mask lowers by this much gets no attention at all
 
 

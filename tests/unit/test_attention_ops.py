@@ -24,8 +24,8 @@ def naive(queries, keys, values, scaling, mask=None, softcap=None, sinks=None):
 
 def inputs(heads=2, rows=5, tokens=40, key_dim=8, value_dim=8, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(2, heads, *shape, generator=generator)
-    return draw(rows, key_dim), draw(tokens, key_dim), draw(tokens, value_dim)
+    shapes = (rows, key_dim), (tokens, key_dim), (tokens, value_dim)
+    return tuple(torch.randn(2, heads, *shape, generator=generator) for shape in shapes)
 
 
 def relative(got, want):
@@ -107,7 +107,10 @@ def test_sparse_attention_equals_naive_softmax(group, rows, kind, softcap, with_
         else mask.masked_fill(~causal, float("-inf"))
     )
     per_row = None if sinks is None else sinks.repeat_interleave(rows, 1)
-    heads = lambda t: t.reshape(2, kv_heads * group * rows, 1, -1)
+
+    def heads(tensor):
+        return tensor.reshape(2, kv_heads * group * rows, 1, -1)
+
     want, weights = naive(
         heads(queries),
         keys.repeat_interleave(group * rows, 1),

@@ -27,8 +27,10 @@ def test_delta_select_equals_a_loop(seed):
     slots = int(torch.randint(1, num_blocks + 1, (), generator=generator))
     count = int(torch.randint(1, slots + 1, (), generator=generator))
     max_fetch = int(torch.randint(0, slots + 1, (), generator=generator))
-    draw = lambda n: torch.stack([torch.randperm(num_blocks, generator=generator)[:n] for _ in range(2)]).view(1, 2, n)
-    wanted, held = draw(count), draw(slots)
+    wanted, held = (
+        torch.stack([torch.randperm(num_blocks, generator=generator)[:n] for _ in range(2)])[None]
+        for n in (count, slots)
+    )
     held[torch.rand(held.shape, generator=generator) < 0.3] = -1
     last = torch.randint(0, 5, held.shape, generator=generator).masked_fill(held < 0, -1)
     blocks, where, mask = reference.delta_select(wanted, held, last, num_blocks, max_fetch)
