@@ -247,6 +247,10 @@ class OasisLayer(CacheLayerMixin):
         """The block at which the window starts when `sealed` blocks are sealed: the slots can always be filled."""
         return max(sealed - self.config.recent_blocks, self.config.num_slots)
 
+    def _window_moves_back(self, keep: int) -> bool:
+        """Whether the window begins at an older block when only `keep` tokens are left."""
+        return self._window_block(keep // self.config.block_size) * self.config.block_size < self.working_set.window_start
+
     def _open_pages(self) -> None:
         config, shape = self.config, self.shape
         num_staged = config.max_fetch_blocks if config.on_miss == "fetch" and self._prefetches else 0
@@ -523,7 +527,7 @@ class OasisLayer(CacheLayerMixin):
         keep = max(0, self.length + int(tokens_to_remove))
         if keep == self.length:
             return
-        if self.working_set is not None and (keep < self.working_set.window_start or keep <= self.config.dense_tokens):
+        if self.working_set is not None and (keep <= self.config.dense_tokens or self._window_moves_back(keep)):
             self._disturb()
         if keep == 0:
             self._forget()
@@ -550,10 +554,10 @@ class OasisLayer(CacheLayerMixin):
     def _crop_pages(self, keep: int) -> None:
         block_size, working_set = self.config.block_size, self.working_set
         whole = keep // block_size
-        if keep < working_set.window_start:
-            start = self._window_block(whole)
-            stop = -(-keep // block_size)
-            kv = self.store.read_range(start, stop).to(self.shape.device)
+        if self._window_moves_back(keep):  # sealed blocks become recent again
+            start, stop = self._window_block(whole), min(-(-keep // block_size), working_set.window_start // block_size)
+            kept = working_set.window[:, :, : max(0, keep - working_set.window_start)]
+            kv = torch.cat([self.store.read_range(start, stop).to(self.shape.device), kept], dim=2)
             working_set.forget_from(start)
             working_set.replace_window(kv[:, :, : keep - start * block_size], start * block_size)
         else:
@@ -623,5 +627,6 @@ class OasisLayer(CacheLayerMixin):
         assert self.index.num_blocks == self.store.num_blocks
         assert window.window_start % block_size == 0
         assert window.window_start + window.window_length == self.length
+        assert window.window_start // block_size <= self._window_block(self.store.num_blocks), "a recent block left the window"
         assert window.window_start // block_size <= self.store.num_blocks <= self.length // block_size
         assert window.window_start // block_size >= self.config.num_slots

@@ -1,0 +1,228 @@
+"""Tiny random models of every architecture that the tests speak about: built from configs, fp32, no downloads.
+
+Weights are drawn so large that attention is peaked and greedy output varies: a cache that loses or mixes up tokens changes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+TRANSFORMERS = Version(Version(transformers.__version__).base_version)
+CACHE_ARGUMENT = "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"
+VOCABULARY = 101
+PADDING = 0
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": PADDING,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+}
+_SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
+
+# name -> (config class, options on top of _COMMON)
+ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 24}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "mistral-window": (MistralConfig, {"sliding_window": 16}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {"head_dim": 16, "sliding_window": 16, "layer_types": _SLIDING_THEN_FULL, "query_pre_attn_scalar": 16},
+    ),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "head_dim": 8,
+            "sliding_window": 16,
+            "layer_types": _SLIDING_THEN_FULL,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gpt-oss": (
+        GptOssConfig,
+        {
+            "head_dim": 8,
+            "sliding_window": 16,
+            "layer_types": _SLIDING_THEN_FULL,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "phi": (PhiConfig, {"num_key_value_heads": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "qwen3-moe": (Qwen3MoeConfig, {"head_dim": 8, **_MOE}),
+    "deepseek-v3": (
+        DeepseekV3Config,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "qwen3-next": (
+        Qwen3NextConfig,
+        {
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": True,
+            **_MOE,
+        },
+    ),
+}
+
+
+def eager_only(name: str) -> bool:
+    """Whether transformers runs the architecture rightly with its eager attention only (softcap or sinks, which sdpa drops)."""
+    return name in ("gemma2", "gpt-oss")
+
+
+@functools.cache
+def build(name: str, attention: str | None = None, **options: Any) -> PreTrainedModel:
+    """The tiny model of an architecture, the same weights at every call.
+
+    Args:
+        name: A key of `ARCHITECTURES`.
+        attention: The attention implementation; None: the model's own default.
+        **options: Config fields to change (hashable ones).
+    """
+    config_class, own = ARCHITECTURES[name]
+    config = config_class(**{**_COMMON, **own, **options})
+    if attention is not None:
+        config._attn_implementation = attention
+    generator = torch.Generator().manual_seed(20260)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter_name, parameter in model.named_parameters():
+        _draw(parameter_name, parameter, generator)
+    return model.float().eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _draw(name: str, parameter: torch.nn.Parameter, generator: torch.Generator) -> None:
+    noise = torch.empty_like(parameter, dtype=torch.float32).normal_(generator=generator)
+    last = name.rsplit(".", 1)[-1]
+    if "sinks" in last:
+        parameter.copy_(noise)
+    elif last in ("A_log", "dt_bias") or "conv1d" in name:
+        return  # recurrences keep their own, stable initialisation
+    elif parameter.dim() == 1 or "bias" in last:
+        if last.endswith("bias"):
+            parameter.copy_(0.1 * noise)
+        else:  # a norm's weight, around what it was made with
+            parameter.add_(0.1 * noise)
+    elif "embed" in name:
+        parameter.copy_(noise)
+    else:
+        gain = 1.7 if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")) else 1.0
+        parameter.copy_(gain * noise / math.sqrt(parameter.shape[-1]))
+
+
+def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """[batch, length] int64 random token ids, none of them padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
+
+
+def left_padded(length: int, pads: tuple[int, ...], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask [len(pads), length] int64, row i beginning with `pads[i]` padding tokens."""
+    ids = prompt(length, len(pads), seed)
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(pads):
+        ids[row, :count] = PADDING
+        mask[row, :count] = 0
+    return ids, mask
+
+
+@torch.no_grad()
+def forward(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None = None, **arguments: Any
+) -> torch.Tensor:
+    """Logits [batch, tokens, vocabulary] of new tokens behind those of `cache`.
+
+    Args:
+        ids: [batch, tokens].
+        mask: [batch, past + tokens], 0 for padding; None: none.
+    """
+    past = int(cache.get_seq_length())
+    if mask is not None:
+        assert mask.shape[1] == past + ids.shape[1]
+        arguments["attention_mask"] = mask
+        arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, past:]
+    return model(ids, **{CACHE_ARGUMENT: cache}, **arguments).logits
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any, tokens: int, **arguments: Any) -> Any:
+    """Greedy generation with logits: transformers' output object."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*past_key_values.*deprecated.*")
+        return model.generate(
+            ids,
+            **{CACHE_ARGUMENT: cache},
+            max_new_tokens=tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=PADDING,
+            **arguments,
+        )
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """||out - reference|| / ||reference||, infinite if `out` is not finite."""
+    assert out.shape == reference.shape, f"{tuple(out.shape)} and {tuple(reference.shape)}"
+    if not torch.isfinite(out).all():
+        return math.inf
+    return ((out.double() - reference.double()).norm() / reference.double().norm()).item()
