@@ -7,10 +7,10 @@ Nothing here knows slots, windows, stores or layers. What a forward reads follow
 - Past tokens make `past // block_size` sealed blocks. The newest `recent_blocks` of them are read, and all tokens behind them.
   Of the older ones (at least as many as there is room for) sink + retrieved blocks are read, as many as the budget leaves.
 - A block's score for a KV head: the maximum over rows of the mean over the query group of the softmax over blocks of the
-  log-sum-exp of the scores that the index estimates for the block's visible tokens. The first `sink_blocks` always come first, blocks that no
-  row may see last.
+  log-sum-exp of the scores that the index estimates for the block's visible tokens. The first `sink_blocks` always come first,
+  blocks that no row may see last.
 
-Only the quantisers are the library's own (tests/unit/test_reference.py tests those).
+Only the quantisers are the library's own (tests/unit/test_index.py tests those).
 """
 
 from __future__ import annotations

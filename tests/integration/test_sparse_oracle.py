@@ -1,4 +1,4 @@
-"""Sparse decoding equals the stated rules, which tests/oracle.py computes from complete keys and values, in every state of the cache."""
+"""Sparse decoding equals the stated rules, computed by tests/oracle.py from complete keys and values, in every state."""
 
 from __future__ import annotations
 
