@@ -20,9 +20,9 @@ settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the whole cache in a model are contract tests; tests marked `gpu` need one."""
+    """Integration tests that are not slow are contract tests too; tests marked `gpu` need one."""
     for item in items:
-        if INTEGRATION in item.path.parents:
+        if INTEGRATION in item.path.parents and not item.get_closest_marker("slow"):
             item.add_marker("contract")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
