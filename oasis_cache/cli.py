@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from oasis_cache import __version__
 from oasis_cache.config import INDEX_NAMES
 
 DEMO_HELP = """\
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="oasis-cache",
         description="Long contexts on small devices: the KV cache in host memory, a working set on the device.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     return parser

@@ -33,7 +33,7 @@ class DemoOptions:
     """What `oasis-cache demo` can be told.
 
     Args:
-        context: Prompt length in tokens; whole sentences fill it as far as they fit.
+        context: Prompt length in tokens, reached but for a few.
         budget, index: See `OasisConfig`.
         model: Folder or hub name; `"packaged"`: SmolLM2-135M-Instruct out of a PyPI package.
         new_tokens: Tokens to generate; generation goes on after the answer, so that speed and equality say something.
@@ -71,7 +71,7 @@ class CacheRun:
         index_bytes: Block index on the device.
         host_kv_bytes: Keys and values in the host tier.
         blocks_read_per_step: Blocks of the context that one KV head's attention reads in one step, on average.
-        hit_rate: Share of selected blocks that were resident already; None for the dense cache.
+        hit_rate: Share of selected blocks that were resident already; None if nothing was selected.
         stats: All of `OasisCache.stats()`; None for the dense cache.
     """
 
@@ -307,12 +307,15 @@ def _measure(cache: Cache, model: PreTrainedModel) -> dict[str, Any]:
         }
     stats = cache.stats()
     heads = stats.oasis_layers * model.config.get_text_config().num_key_value_heads
+    blocks = (
+        stats.blocks_read_per_step / heads if stats.sparse_steps else stats.context_tokens / OasisConfig().block_size
+    )
     return {
         "device_kv_bytes": stats.device_bytes + stats.other_device_bytes,
         "index_bytes": stats.index_bytes,
         "host_kv_bytes": stats.host_bytes,
-        "blocks_read_per_step": stats.blocks_read_per_step / heads,
-        "hit_rate": stats.hit_rate,
+        "blocks_read_per_step": blocks,
+        "hit_rate": stats.hit_rate if stats.sparse_steps else None,
         "stats": stats.as_dict(),
     }
 

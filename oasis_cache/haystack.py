@@ -85,7 +85,7 @@ def hide_number(tokenizer: PreTrainedTokenizerBase, num_tokens: int, depth: floa
 
     Args:
         tokenizer: Encodes the prompt; without a chat template the prompt is plain text.
-        num_tokens: Length limit of the whole prompt; whole sentences fill it as far as they fit.
+        num_tokens: Length of the whole prompt, reached but for a few tokens.
         depth: Where in the haystack the number goes, 0 (its beginning) to 1 (its end).
         seed: Chooses key, number and the passage of the text.
 
@@ -127,7 +127,7 @@ def hide_number(tokenizer: PreTrainedTokenizerBase, num_tokens: int, depth: floa
 
 
 def text(num_tokens: int, tokenizer: PreTrainedTokenizerBase, start: int = 0) -> str:
-    """Natural prose of at most `num_tokens` tokens: whole sentences, as many as fit.
+    """Natural prose of at most `num_tokens` tokens and only a few less: sentences in order, the last one cut at a word.
 
     Args:
         num_tokens: Length limit in tokens.
@@ -148,13 +148,25 @@ def take_sentences(num_tokens: int, tokenizer: PreTrainedTokenizerBase, start: i
     taken: list[str] = []
     used = 0
     for sentence in source[start:]:
-        used += len(_encode(tokenizer, " " + sentence))
-        if used > num_tokens:
-            return taken
+        size = len(_encode(tokenizer, " " + sentence))
+        if used + size > num_tokens:
+            return taken + _beginning(num_tokens - used, tokenizer, sentence)
         taken.append(sentence)
+        used += size
     raise ValueError(
         f"the text has only {used} tokens from sentence {start} on, num_tokens={num_tokens} were asked for"
     )
+
+
+def _beginning(num_tokens: int, tokenizer: PreTrainedTokenizerBase, sentence: str) -> list[str]:
+    """As many words of a sentence as fit, in a list; an empty one if none does."""
+    words: list[str] = []
+    for word in sentence.split():
+        num_tokens -= len(_encode(tokenizer, " " + word))
+        if num_tokens < 0:
+            break
+        words.append(word)
+    return [" ".join(words)] if words else []
 
 
 @lru_cache(maxsize=1)

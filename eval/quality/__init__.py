@@ -1,0 +1,1 @@
+"""Accuracy: what sparse attention finds and says, beside the dense model."""
