@@ -123,7 +123,33 @@ class OasisCache(Cache):
                 self.layers.append(OasisLayer(self.runtime))
         if layer_idx == 0:
             self._require_host_memory(key_states, value_states)
+        else:
+            self._check_even(layer_idx, key_states.shape[-2])
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def _check_even(self, layer_idx: int, rows: int) -> None:
+        """Raise `RuntimeError` if an earlier forward broke off between the first layer and this one."""
+        layer, first = self.layers[layer_idx], self._oasis_layers[0] if self._oasis_layers else None
+        if first is None or layer is first or not isinstance(layer, OasisLayer):
+            return
+        if layer.get_seq_length() + rows != first.get_seq_length():
+            raise RuntimeError(
+                f"layer {layer_idx} holds {layer.get_seq_length()} tokens and gets {rows} more, but the first layer holds "
+                f"{first.get_seq_length()}: an earlier forward was interrupted. Call crop(0) to go back to the last complete "
+                "forward, or reset()"
+            )
+
+    def _drop_interrupted_forward(self) -> None:
+        """Take away what a forward that broke off left in the layers it had reached."""
+        lengths = [layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")]
+        if len(set(lengths)) <= 1:
+            return
+        if len(self._oasis_layers) != len(self.layers):
+            raise RuntimeError(
+                "an earlier forward was interrupted, and layers of this model other than full attention cannot go back: call reset()"
+            )
+        for layer, length in zip(self._oasis_layers, lengths, strict=True):
+            layer.crop(min(lengths) - length)
 
     def _require_host_memory(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise `MemoryError` before anything is written if the forward's tokens cannot be held by all known layers."""
@@ -138,9 +164,13 @@ class OasisCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens (0: none; more than there are: all) from every layer.
 
+        Tokens that an interrupted forward left in some layers only are removed first, and not counted.
+
         Raises:
             ValueError: `tokens_to_remove` is positive, unless the installed transformers still takes that as a length to keep.
+            RuntimeError: A forward was interrupted and the model has layers that cannot go back.
         """
+        self._drop_interrupted_forward()
         count = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count > 0 and _positive_crop_is_a_length():
             warnings.warn(
