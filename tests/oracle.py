@@ -45,13 +45,17 @@ def is_sparse(config: OasisConfig, past: int, rows: int) -> bool:
 
 def tokens_read(
     queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, rows: int, scaling: float, config: OasisConfig
-) -> list[int]:
+) -> tuple[list[int], float]:
     """Positions of the tokens that a sparse forward reads for one batch row and KV head.
 
     Args:
         queries: [group, rows, key_dim] float64.
         keys: [tokens, key_dim], as they were cached.
         visible: [tokens] bool, whether some row may see a token.
+
+    Returns:
+        The positions, and by how much the worst block chosen beats the best one left out (a choice by less than rounding may
+        come out the other way elsewhere).
     """
     size, total = config.block_size, keys.shape[0]
     sealed = (total - rows) // size
@@ -70,9 +74,12 @@ def tokens_read(
             scores[block] = -1.0
         if block < config.sink_blocks:
             scores[block] = float("inf")
-    best = sorted(range(candidates), key=lambda block: -scores[block])[:slots]
+    ranking = sorted(range(candidates), key=lambda block: -scores[block])
+    best, margin = ranking[:slots], float("inf")
+    if slots < candidates and scores[ranking[slots]] >= 0:
+        margin = scores[ranking[slots - 1]] - scores[ranking[slots]]
     inside = [position for block in best for position in range(block * size, (block + 1) * size)]
-    return inside + list(range(candidates * size, total))
+    return inside + list(range(candidates * size, total)), margin
 
 
 def _log_mass(
@@ -108,6 +115,7 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     blind_mean: bool = False,
+    margins: list[float] | None = None,
 ) -> torch.Tensor:
     """Attention by the rules; with `config` None, over everything.
 
@@ -117,6 +125,7 @@ def attention(
         mask: [batch or 1, query_heads or 1, rows, tokens] bool or additive, or None.
         blind_mean: Rows of padding, which see nothing, get the mean of all values (transformers' eager attention), not zeros (its
             sdpa). Their keys lie in blocks with real ones, so an index that takes a block's range notices.
+        margins: Takes the margin of each choice, if given.
 
     Returns:
         [batch, rows, query_heads, value_dim] of query's dtype.
@@ -140,7 +149,9 @@ def attention(
             if sparse:
                 visible = allowed[b].flatten(0, 1).any(0)
                 queries = query[b, members.start : members.stop].double()
-                read = tokens_read(queries, keys[b, kv_head], visible, rows, scaling, config)
+                read, margin = tokens_read(queries, keys[b, kv_head], visible, rows, scaling, config)
+                if margins is not None:
+                    margins.append(margin)
             k, v = keys[b, kv_head, read].double(), values[b, kv_head, read].double()
             for head in members:
                 scores = query[b, head].double() @ k.T * scaling
