@@ -146,7 +146,7 @@ class OasisCache(Cache):
             return
         if len(self._oasis_layers) != len(self.layers):
             raise RuntimeError(
-                "an earlier forward was interrupted, and layers of this model other than full attention cannot go back: call reset()"
+                "an earlier forward was interrupted, and this model has layers that cannot go back to before it: call reset()"
             )
         for layer, length in zip(self._oasis_layers, lengths, strict=True):
             layer.crop(min(lengths) - length)
