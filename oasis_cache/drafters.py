@@ -9,6 +9,7 @@ random draws them independently of the target's own draws.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,11 @@ class AssistantDrafter(Drafter):
                 f"{type(self.assistant).__name__} cannot assist: its cache cannot take back rejected tokens"
             )
         self.cache = self.make_cache(config.get_text_config(decoder=True))
+        if any(getattr(layer, "is_sliding", False) for layer in self.cache.layers) and not _windows_record_forwards():
+            raise ValueError(
+                f"{type(self.assistant).__name__} has sliding-window layers, which cannot take several tokens back in the "
+                "installed transformers: use 5.20 or newer, or an assistant without them"
+            )
         self.fed: torch.Tensor | None = None  # [batch, cached columns], what the cache holds
 
     def finish(self) -> None:
@@ -241,6 +247,18 @@ class AssistantDrafter(Drafter):
             )
         self.cache.activate_past_recording()
         return outputs.logits[:, -1].argmax(dim=-1).to(columns.device)
+
+
+@functools.cache
+def _windows_record_forwards() -> bool:
+    """Whether a sliding-window layer answers rightly in several forwards without a crop between them (from 5.20 on)."""
+    layer = DynamicSlidingWindowLayer(sliding_window=2)
+    layer.activate_past_recording()
+    tokens = torch.zeros(1, 1, 1, 1)
+    for _ in range(3):
+        kv_length = layer.get_mask_sizes(1)[0]
+        keys, _ = layer.update(tokens, tokens)
+    return keys.shape[2] == kv_length
 
 
 class EarlyExitDrafter(AssistantDrafter):

@@ -352,13 +352,10 @@ class _Run:
             tokens, accepted = self.chooser.choose(
                 ids, logits[:, length - 1 - stop], length - self.num_prompt, rows, proposals
             )
-            for place, row in enumerate(rows):
-                if sequences.is_final(row):
-                    tokens[place] = sequences.padding
             sequences.append(rows, tokens)
             self._judge(rows, length + 1)
             if self.streamer is not None:
-                self.streamer.put(tokens.cpu())
+                self.streamer.put(sequences.tokens[rows, length].cpu())
             self.report.accepted += sum(accepted)
             going -= {
                 row for row, kept in zip(rows, accepted, strict=True) if not kept or not sequences.wants_more(row)

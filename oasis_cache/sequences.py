@@ -61,9 +61,12 @@ class Sequences:
         return self.tokens[:, :columns]
 
     def append(self, rows: list[int], tokens: torch.Tensor) -> None:
-        """One token [len(rows)] for each of the sequences."""
-        for row, token in zip(rows, tokens, strict=True):
-            self.tokens[row, self.lengths[row]] = token
+        """One token [len(rows)] for each of some sequences of equal length; padding for those that are finished."""
+        column = self.lengths[rows[0]]
+        finished = torch.tensor([self.is_final(row) for row in rows], device=tokens.device)
+        self.tokens[rows, column] = tokens.masked_fill(finished, self.padding)
+        for row in rows:
+            assert self.lengths[row] == column
             self.lengths[row] += 1
 
     def mark_done(self, row: int) -> None:
