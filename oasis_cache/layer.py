@@ -249,7 +249,9 @@ class OasisLayer(CacheLayerMixin):
 
     def _window_moves_back(self, keep: int) -> bool:
         """Whether the window begins at an older block when only `keep` tokens are left."""
-        return self._window_block(keep // self.config.block_size) * self.config.block_size < self.working_set.window_start
+        return (
+            self._window_block(keep // self.config.block_size) * self.config.block_size < self.working_set.window_start
+        )
 
     def _open_pages(self) -> None:
         config, shape = self.config, self.shape
@@ -627,6 +629,8 @@ class OasisLayer(CacheLayerMixin):
         assert self.index.num_blocks == self.store.num_blocks
         assert window.window_start % block_size == 0
         assert window.window_start + window.window_length == self.length
-        assert window.window_start // block_size <= self._window_block(self.store.num_blocks), "a recent block left the window"
+        assert window.window_start // block_size <= self._window_block(self.store.num_blocks), (
+            "a recent block left the window"
+        )
         assert window.window_start // block_size <= self.store.num_blocks <= self.length // block_size
         assert window.window_start // block_size >= self.config.num_slots
