@@ -134,6 +134,8 @@ def dispatch(
     cause = refusal(original, module, arguments)
     if cause is None and not (isinstance(value, KVView) and value.layer is key.layer):
         cause = "keys and values of different layers"
+    if cause is None and any(isinstance(view, KVView) and view.dense is not None for view in (key, value)):
+        cause = "an operation on keys or values before attention"
     if cause is not None:
         value = value.materialise(cause) if isinstance(value, KVView) else value
         return original(module, query, key.materialise(cause), value, attention_mask, *args, **kwargs)

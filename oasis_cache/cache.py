@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from oasis_cache.attention import install
+from oasis_cache.blocks import LayerShape
 from oasis_cache.config import OasisConfig
 from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
@@ -37,7 +38,7 @@ class OasisCache(Cache):
         **overrides: Fields of `OasisConfig` to set on top of `config`.
 
     Raises:
-        ValueError: An option is unknown or out of range, or the model has no full-attention layer or an unknown layer type.
+        ValueError: An option is unknown or out of range, or the model has a layer type that transformers does not know.
 
     Example:
         >>> cache = OasisCache(model_config=model.config, budget=1024)
@@ -51,6 +52,7 @@ class OasisCache(Cache):
         self.config = OasisConfig.from_options(config, overrides)
         self.runtime = Runtime.create(self.config)
         self.model_config: PretrainedConfig | None = None
+        self._config_given = model_config is not None
         super().__init__(layers=[])
         if model_config is not None:
             self._adopt(model_config)
@@ -77,6 +79,11 @@ class OasisCache(Cache):
             OasisLayer(self.runtime) if sparse and type(layer) is DynamicLayer else layer for layer in layers
         ]
         self.model_config = model_config
+        if not self._oasis_layers and sparse:
+            self.runtime.warn_once(
+                f"{type(model_config).__name__} has no full-attention layer that OasisCache could serve: the cache works as "
+                "DynamicCache does"
+            )
         if not sparse:
             self.runtime.warn_once(
                 f"{type(model_config).__name__} caches latents that its layers expand before attention (MLA): OasisCache keeps "
@@ -96,9 +103,7 @@ class OasisCache(Cache):
         raise TypeError("an OasisCache cannot be pickled: it owns host memory and transfers in flight")
 
     def __getitem__(self, layer_idx: int) -> Any:
-        raise TypeError(
-            "an OasisCache has no tuples of tensors to index: use cache.layers[i].dense_kv() for a layer's complete keys and values"
-        )
+        raise TypeError("an OasisCache has no tuples of tensors to index: use cache.layers[i].dense_keys_and_values()")
 
     def __bool__(self) -> bool:
         return True
@@ -121,22 +126,38 @@ class OasisCache(Cache):
         if self.model_config is None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(OasisLayer(self.runtime))
-        if layer_idx == 0:
-            self._require_host_memory(key_states, value_states)
-        else:
-            self._check_even(layer_idx, key_states.shape[-2])
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"layer {layer_idx} of a cache made for {len(self.layers)} layers: model_config is another model's than the one "
+                "that uses the cache"
+            )
+        self._begin_layer(layer_idx, key_states, value_states)
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
-    def _check_even(self, layer_idx: int, rows: int) -> None:
-        """Raise `RuntimeError` if an earlier forward broke off between the first layer and this one."""
-        layer, first = self.layers[layer_idx], self._oasis_layers[0] if self._oasis_layers else None
-        if first is None or layer is first or not isinstance(layer, OasisLayer):
+    def _begin_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Checks before a layer takes new tokens: at the first `OasisLayer` for the whole forward, at others that they follow it.
+
+        Raises:
+            MemoryError: The host tier cannot take the forward's tokens in all layers. Nothing was written.
+            RuntimeError: An earlier forward broke off between the first layer and this one.
+        """
+        layer, oasis_layers = self.layers[layer_idx], self._oasis_layers
+        if not isinstance(layer, OasisLayer):
             return
-        if layer.get_seq_length() + rows != first.get_seq_length():
+        rows = keys.shape[-2]
+        if layer is oasis_layers[0]:
+            self.runtime.masks.clear()
+            shape = LayerShape.of(keys, values)
+            needed = sum(each.slab_bytes_for(shape, rows) for each in oasis_layers)
+            if needed:
+                total = layer.get_seq_length() + rows
+                self.runtime.memory.require(needed, f"a context of {total:,} tokens in {len(oasis_layers)} layers")
+        elif layer.get_seq_length() + rows != oasis_layers[0].get_seq_length():
+            hint = " An encoder-decoder model needs EncoderDecoderCache(OasisCache(), DynamicCache())."
             raise RuntimeError(
                 f"layer {layer_idx} holds {layer.get_seq_length()} tokens and gets {rows} more, but the first layer holds "
-                f"{first.get_seq_length()}: an earlier forward was interrupted. Call crop(0) to go back to the last complete "
-                "forward, or reset()"
+                f"{oasis_layers[0].get_seq_length()}: an earlier forward was interrupted. Call crop(0) to go back to the last "
+                f"complete forward, or reset().{hint if getattr(self.model_config, 'is_encoder_decoder', False) else ''}"
             )
 
     def _drop_interrupted_forward(self) -> None:
@@ -150,16 +171,6 @@ class OasisCache(Cache):
             )
         for layer, length in zip(self._oasis_layers, lengths, strict=True):
             layer.crop(min(lengths) - length)
-
-    def _require_host_memory(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Raise `MemoryError` before anything is written if the forward's tokens cannot be held by all known layers."""
-        rows, total = keys.shape[2], self.get_seq_length() + keys.shape[2]
-        if total <= self.config.dense_tokens or rows <= self.config.sparse_rows:
-            return
-        token_bytes = sum(t.numel() * t.element_size() for t in (keys, values)) // rows
-        held = sum(layer.host_bytes for layer in self._oasis_layers)
-        needed = len(self._oasis_layers) * total * token_bytes - held
-        self.runtime.memory.require(needed, f"a context of {total:,} tokens in {len(self._oasis_layers)} layers")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens (0: none; more than there are: all) from every layer.
@@ -181,13 +192,16 @@ class OasisCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, give their memory back and start the counters anew."""
-        fresh = iter(transformers_layers(self.model_config)) if self.model_config is not None else iter(())
-        for layer_idx, layer in enumerate(self.layers):
-            replacement = next(fresh, None)
-            if isinstance(layer, OasisLayer) or replacement is None:
-                layer.reset()
-            else:  # made anew, because resetting leaves old tokens in some of transformers' own layers up to 5.17
-                self.layers[layer_idx] = replacement
+        for layer in self._oasis_layers:
+            layer.reset()
+        if not self._config_given:  # the next model may be another one
+            self._layers, self.model_config = [], None
+        elif self.model_config is not None:
+            # transformers' own layers are made anew, because resetting leaves old tokens in some of them up to 5.17
+            fresh = transformers_layers(self.model_config)
+            self._layers = [
+                old if isinstance(old, OasisLayer) else new for old, new in zip(self._layers, fresh, strict=True)
+            ]
 
     def close(self) -> None:
         """Give back device and host memory; the cache cannot be used again. Idempotent."""

@@ -8,7 +8,7 @@ from typing import Any
 INDEX_NAMES = ("int2", "int1", "minmax", "exact", "recency")
 MISS_POLICIES = ("fetch", "skip")
 LOOKAHEAD_MODES = ("auto", "draft", "previous", "off")
-ENGINE_NAMES = ("auto", "sync", "threads", "cuda", "simulated")
+ENGINE_NAMES = ("auto", "sync", "threads", "simulated")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class OasisConfig:
         sparse_rows: A forward of at most this many new tokens on a filled cache is a sparse step; a longer one is streamed
             exactly.
         max_host_bytes: Most bytes of host memory for complete KV; None: what the machine (or its cgroup) has available.
-        engine: How blocks travel: `"auto"`, `"sync"`, `"threads"`, `"cuda"`, or `"simulated"` (tests).
+        engine: How blocks travel: `"auto"`, `"sync"`, `"threads"`, or `"simulated"` (tests).
         stream_tokens: Tokens of past KV brought to the device at a time while a long forward is streamed.
         trace: Record selections per layer and step, for plots.
 

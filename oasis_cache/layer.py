@@ -11,9 +11,10 @@ Phases of a forward of `rows` new tokens that leaves `total` tokens: prefill on 
 from __future__ import annotations
 
 import copy
+import functools
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -28,8 +29,21 @@ from oasis_cache.pool import WorkingSet
 from oasis_cache.runtime import Runtime
 from oasis_cache.selector import BlockScores, choose_blocks, predict_scores, refine_by_attention, score_blocks
 from oasis_cache.stats import LayerCounters, StepTrace
-from oasis_cache.store import HostStore
+from oasis_cache.store import HostStore, slab_sizes
 from oasis_cache.transfer import Transfer
+
+_T = TypeVar("_T")
+
+
+def _outside_autograd(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Run without gradients and outside of inference mode, so that what is stored can be changed in every mode later."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> _T:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 class OasisLayer(CacheLayerMixin):
@@ -65,6 +79,7 @@ class OasisLayer(CacheLayerMixin):
         self.is_initialized = False
         self.keys = self.values = None
 
+    @_outside_autograd
     def __deepcopy__(self, memo: dict) -> OasisLayer:
         self._commit()
         self._land_prefetched()
@@ -141,10 +156,17 @@ class OasisLayer(CacheLayerMixin):
         """
         self.runtime.check_open()
         self._check(key_states, value_states)
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            self.runtime.warn_once(
+                "gradients do not flow through OasisCache: call the model under torch.no_grad(), or train with use_cache=False"
+            )
+        return self._update(key_states, value_states)
+
+    @_outside_autograd
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._commit()
         rows = key_states.shape[2]
         phase = self.phase_of(rows)
-        self._reserve(self.length + rows)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.phase = phase
@@ -190,13 +212,18 @@ class OasisLayer(CacheLayerMixin):
                     "reset() it, or use a cache per batch"
                 )
 
-    def _reserve(self, total: int) -> None:
-        """Raise `MemoryError` before anything is written if the host tier cannot hold `total` tokens of this layer."""
-        if total <= self.config.dense_tokens or self.store is None:
-            return
-        new_blocks = total // self.config.block_size - self.store.num_blocks
-        if new_blocks > 1:
-            self.runtime.memory.require(self.store.bytes_to_append(new_blocks), f"a context of {total} tokens")
+    def slab_bytes_for(self, shape: LayerShape, rows: int) -> int:
+        """Bytes of the host slabs that a forward of `rows` new tokens would add to this layer, whose tensors have `shape`."""
+        block_size, length = self.config.block_size, self.get_seq_length()
+        total = length + rows
+        if total <= self.config.dense_tokens:
+            return 0
+        blocks = length // block_size
+        if rows > self.config.sparse_rows or self.store is None:
+            blocks = max(blocks, (total - self.config.sparse_rows) // block_size)
+        if self.store is not None:
+            return self.store.bytes_to_append(blocks - self.store.num_blocks)
+        return sum(slab_sizes(shape.kv_heads * shape.block_bytes(block_size), shape.batch * blocks, 0))
 
     def _views(self) -> tuple[KVView, KVView]:
         sizes = (self.shape.batch, self.shape.kv_heads, self.get_seq_length())
@@ -288,6 +315,7 @@ class OasisLayer(CacheLayerMixin):
 
     # --- Attention ----------------------------------------------------------------------------------------------------
 
+    @_outside_autograd
     def attend(
         self,
         query: torch.Tensor,
@@ -491,6 +519,11 @@ class OasisLayer(CacheLayerMixin):
             for part in zip(keys.split(step, dim=2), values.split(step, dim=2), strict=True):
                 yield pack_kv(*part)
 
+    def dense_keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [batch, kv_heads, tokens, key_dim] and values [batch, kv_heads, tokens, value_dim] of all tokens, on the device."""
+        kv = self.dense_kv()
+        return kv[..., : self.shape.key_dim], kv[..., self.shape.key_dim :]
+
     def dense_kv(self) -> torch.Tensor:
         """All tokens, gathered on the device: [batch, kv_heads, tokens, kv_dim]. The one operation that is not bounded."""
         return torch.cat(list(self._pieces()), dim=2)
@@ -515,6 +548,7 @@ class OasisLayer(CacheLayerMixin):
 
     # --- The contract of CacheLayerMixin: mutations -----------------------------------------------------------------------
 
+    @_outside_autograd
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens (0: none; more than there are: all).
 
@@ -573,6 +607,7 @@ class OasisLayer(CacheLayerMixin):
         self._forget()
         self.counters, self.trace = LayerCounters(), []
 
+    @_outside_autograd
     def _select_rows(self, rows: torch.Tensor) -> None:
         self._commit()
         if self.get_seq_length() == 0:

@@ -19,7 +19,7 @@ class AttentionMask:
 
     Attributes:
         values: [batch or 1, query_heads or 1, rows, total tokens], bool (True: visible) or additive; None: all past tokens.
-        causal: Whether the rows see each other causally (already part of `values` where those are given).
+        causal: Whether no row sees newer tokens than its own (already part of `values` where those are given).
     """
 
     values: torch.Tensor | None
@@ -118,7 +118,7 @@ def normalise(
         values = values.masked_fill(~causal, blocked)
     elif device.type == "cpu" and _is_plain(values, causal):
         return AttentionMask(None)
-    return AttentionMask(values)
+    return AttentionMask(values, causal=rows == 1 or not _sees_ahead(values, causal))
 
 
 def _is_plain(values: torch.Tensor, causal: torch.Tensor) -> bool:
@@ -129,11 +129,21 @@ def _is_plain(values: torch.Tensor, causal: torch.Tensor) -> bool:
     return values.dtype == torch.bool or bool((values.masked_fill(~visible, 0) == 0).all())
 
 
+def _sees_ahead(values: torch.Tensor, causal: torch.Tensor) -> bool:
+    """Whether a 4D mask lets a row see newer tokens than its own, as image tokens see each other."""
+    visible = values if values.dtype == torch.bool else values > HIDDEN
+    return bool((visible & ~causal).any())
+
+
 class MaskMemo:
     """The normalised mask of the current forward: every layer of a kind passes the same object."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple, tuple[weakref.ref | None, AttentionMask]] = {}
+
+    def clear(self) -> None:
+        """Forget everything: a new forward may bring other content in the same tensors."""
+        self._entries.clear()
 
     def normalise(
         self,

@@ -42,6 +42,4 @@ class Runtime:
     def check_open(self) -> None:
         """Raise `RuntimeError` if the cache was closed."""
         if self.closed:
-            raise RuntimeError(
-                "this OasisCache is closed; make a new one (reset() empties a cache that is to be used again)"
-            )
+            raise RuntimeError("this OasisCache is closed and cannot be used again; make a new one")

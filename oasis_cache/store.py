@@ -56,7 +56,8 @@ class HostMemory:
         left = self.max_bytes - self.reserved_bytes if self.max_bytes is not None else None
         if left is not None and num_bytes > left:
             raise MemoryError(
-                f"{purpose} needs {num_bytes:,} more bytes of host memory, but max_host_bytes={self.max_bytes:,} leaves {left:,}"
+                f"{purpose} needs {num_bytes:,} more bytes of host memory, but max_host_bytes={self.max_bytes:,} leaves {left:,}. "
+                "Raise max_host_bytes, or shorten the context or the batch"
             )
         available = available_host_bytes()
         if num_bytes > available:
@@ -95,6 +96,18 @@ class HostMemory:
             self.reserved_bytes -= slab.numel()
             if slab.is_pinned():
                 self.pinned_bytes -= slab.numel()
+
+
+def slab_sizes(page_bytes: int, num_missing: int, num_used: int) -> list[int]:
+    """Bytes of the slabs to reserve for `num_missing` more pages beside `num_used` used ones: powers of two."""
+    growth = num_used // 8  # amortises decoding, which asks for a page at a time
+    smallest = 1 << (PageAllocator.MIN_SLAB_PAGES * page_bytes - 1).bit_length()
+    sizes: list[int] = []
+    while num_missing > 0:
+        wanted = max(num_missing, growth) * page_bytes
+        sizes.append(max(smallest, 1 << (wanted.bit_length() - 1)))
+        num_missing -= sizes[-1] // page_bytes
+    return sizes
 
 
 class PageAllocator:
@@ -137,18 +150,8 @@ class PageAllocator:
         return sum(raw.numel() for raw in self._raw.values())
 
     def slab_sizes(self, num_pages: int) -> list[int]:
-        """Bytes of the slabs that `num_pages` more pages would add: largest powers of two first."""
-        missing = num_pages - sum(map(len, self._free.values()))
-        if missing <= 0:
-            return []
-        growth = self.num_pages_used // 8  # amortises decoding, which asks for a page at a time
-        smallest = 1 << (self.MIN_SLAB_PAGES * self.page_bytes - 1).bit_length()
-        sizes: list[int] = []
-        while missing > 0:
-            wanted = max(missing, growth) * self.page_bytes
-            sizes.append(max(smallest, 1 << (wanted.bit_length() - 1)))
-            missing -= sizes[-1] // self.page_bytes
-        return sizes
+        """Bytes of the slabs that `num_pages` more pages would add."""
+        return slab_sizes(self.page_bytes, num_pages - sum(map(len, self._free.values())), self.num_pages_used)
 
     def allocate(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """New pages with one reference each: slab numbers [num_pages] and offsets [num_pages], int64."""

@@ -186,7 +186,5 @@ def make_engine(name: str, seed: int = 0) -> TransferEngine:
         return SimulatedEngine(seed)
     engines: dict[str, type[TransferEngine]] = {"auto": SyncEngine, "sync": SyncEngine, "threads": ThreadEngine}
     if name not in engines:
-        raise ValueError(
-            f"engine={name!r} is not available in this version; use one of {', '.join(map(repr, engines))}"
-        )
+        raise ValueError(f"engine={name!r} must be one of {', '.join(map(repr, [*engines, 'simulated']))}")
     return engines[name]()
