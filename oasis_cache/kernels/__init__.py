@@ -1,5 +1,251 @@
-"""The device operations of a decode step: for each, the fastest version that the tensors' device has."""
+"""The device operations of a decode step: for each, the fastest version that the tensors' device has.
 
-from oasis_cache.kernels.torch_ops import attention, sparse_attention, sparse_attention_with_mass
+On NVIDIA and AMD devices these are Triton kernels (triton_ops/), which never wait for the device; PyTorch (torch_ops.py and
+reference.py) serves CPUs, and what the kernels do not take: that is warned about once, and counted in `fallbacks`. Triton is
+imported with the first tensor that needs it.
+"""
 
-__all__ = ["attention", "sparse_attention", "sparse_attention_with_mass"]
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+
+from oasis_cache.kernels import reference, torch_ops
+from oasis_cache.kernels.limits import KERNEL_DTYPES, MASS_BLOCKS, MAX_DIM, MAX_SLOTS
+from oasis_cache.kernels.torch_ops import attention
+
+__all__ = [
+    "attention",
+    "delta_select",
+    "fallbacks",
+    "gather_blocks",
+    "interpreted",
+    "score_int1",
+    "score_int2",
+    "score_minmax",
+    "seal_blocks",
+    "sparse_attention",
+    "sparse_attention_with_mass",
+    "take_blocks",
+    "uses_triton",
+]
+
+fallbacks: Counter[str] = Counter()  # calls, by operation, that PyTorch served on a device that has kernels
+_interpreting = False
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside, tensors on the CPU go through the Triton kernels too, in Triton's interpreter: slow, for tests.
+
+    Raises:
+        RuntimeError: triton is missing, or was imported without TRITON_INTERPRET=1 in the environment.
+    """
+    global _interpreting
+    triton = importlib.import_module("triton")
+    if not triton.knobs.runtime.interpret:
+        raise RuntimeError("set TRITON_INTERPRET=1 before triton is first imported")
+    before, _interpreting = _interpreting, True
+    try:
+        yield
+    finally:
+        _interpreting = before
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether tensors on a device go through the Triton kernels."""
+    return (device.type == "cuda" or (_interpreting and device.type == "cpu")) and _triton_ops() is not None
+
+
+@functools.cache
+def _triton_ops() -> ModuleType | None:
+    try:
+        return importlib.import_module("oasis_cache.kernels.triton_ops")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        _warn_once("triton is not installed: PyTorch's operations take the place of its kernels, slower and with waits")
+        return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _serving(operation: str, tensor: torch.Tensor, fits: bool, sizes: str) -> ModuleType | None:
+    """triton_ops where it shall serve, else None; falling back on a device that has kernels is said once and counted."""
+    if not uses_triton(tensor.device):
+        if tensor.device.type == "cuda":
+            fallbacks[operation] += 1
+        return None
+    if not fits:
+        fallbacks[operation] += 1
+        _warn_once(f"{operation} has no kernel for {sizes}: PyTorch takes its place, slower")
+        return None
+    return _triton_ops()
+
+
+def sparse_attention(
+    queries: torch.Tensor,
+    kv: torch.Tensor,
+    key_dim: int,
+    num_tokens: int,
+    rows: int,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    block_of_slot: torch.Tensor | None = None,
+    block_size: int = 16,
+    window_start: int = 0,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """`reference.sparse_attention`, its first result only, in the queries' dtype."""
+    inputs = (queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks)
+    places = (block_of_slot, block_size, window_start, sliding_window)
+    ops = _attention_ops(queries, kv, key_dim)
+    if ops is None:
+        return torch_ops.sparse_attention(*inputs, *places)
+    out: torch.Tensor = ops.sparse_attention(*inputs, *places)[0]
+    return out
+
+
+def sparse_attention_with_mass(
+    queries: torch.Tensor,
+    kv: torch.Tensor,
+    key_dim: int,
+    num_tokens: int,
+    rows: int,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    block_of_slot: torch.Tensor | None = None,
+    block_size: int = 16,
+    window_start: int = 0,
+    sliding_window: int | None = None,
+    mass_block: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.sparse_attention`: out, log-sum-exp, and the mass that each `mass_block` tokens received."""
+    inputs = (queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks)
+    places = (block_of_slot, block_size, window_start, sliding_window)
+    ops = _attention_ops(queries, kv, key_dim, mass_block)
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    result = (reference if ops is None else ops).sparse_attention(*inputs, *places, mass_block)
+    return result
+
+
+def _attention_ops(queries: torch.Tensor, kv: torch.Tensor, key_dim: int, mass_block: int = 1) -> ModuleType | None:
+    value_dim = kv.shape[3] - key_dim
+    fits = max(key_dim, value_dim) <= MAX_DIM and queries.dtype in KERNEL_DTYPES and mass_block in MASS_BLOCKS
+    return _serving(
+        "sparse_attention", queries, fits, f"{queries.dtype}, widths {key_dim} and {value_dim}, mass of {mass_block}"
+    )
+
+
+def _score(
+    name: str, queries: torch.Tensor, arrays: tuple[torch.Tensor, ...], *options: object
+) -> tuple[torch.Tensor, ...]:
+    block_size = arrays[0].shape[3] if name != "score_minmax" else 1
+    fits = queries.shape[3] <= MAX_DIM and block_size <= MAX_DIM and queries.dtype in KERNEL_DTYPES
+    ops = _serving(name, queries, fits, f"{queries.dtype}, width {queries.shape[3]}, blocks of {block_size}")
+    result: tuple[torch.Tensor, ...] = getattr(reference if ops is None else ops, name)(queries, *arrays, *options)
+    return result
+
+
+def score_int2(
+    queries: torch.Tensor,
+    codes: torch.Tensor,
+    low: torch.Tensor,
+    step: torch.Tensor,
+    group: int,
+    scaling: float,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.score_int2`: scores of all blocks per row, their maximum over rows, and the log-mass."""
+    rows, best, log_mass = _score("score_int2", queries, (codes, low, step), group, scaling, visible)
+    return rows, best, log_mass
+
+
+def score_int1(
+    queries: torch.Tensor,
+    codes: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    group: int,
+    scaling: float,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.score_int1`: scores of all blocks per row, their maximum over rows, and the log-mass."""
+    rows, best, log_mass = _score("score_int1", queries, (codes, mean, deviation), group, scaling, visible)
+    return rows, best, log_mass
+
+
+def score_minmax(
+    queries: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    group: int,
+    scaling: float,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.score_minmax`: scores of all blocks per row, their maximum over rows, and the log-mass."""
+    rows, best, log_mass = _score("score_minmax", queries, (low, high), group, scaling, visible)
+    return rows, best, log_mass
+
+
+def delta_select(
+    wanted: torch.Tensor,
+    block_of_slot: torch.Tensor,
+    last_wanted: torch.Tensor,
+    num_blocks: int,
+    max_fetch: int,
+    clock: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.delta_select`: blocks, slots and mask of the plan; with `clock` the tables are brought up to date in place."""
+    slots = block_of_slot.shape[2]
+    ops = _serving("delta_select", wanted, 0 < wanted.shape[2] and slots <= MAX_SLOTS, f"{slots} slots")
+    plan: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    plan = (reference if ops is None else ops).delta_select(
+        wanted, block_of_slot, last_wanted, num_blocks, max_fetch, clock
+    )
+    return plan
+
+
+def gather_blocks(
+    blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, addresses: torch.Tensor, target: torch.Tensor
+) -> None:
+    """`reference.gather_blocks`: copy planned blocks from host pages into slots."""
+    ops = _serving("gather_blocks", target, True, "")
+    (reference if ops is None else ops).gather_blocks(blocks, slots, mask, addresses, target)
+
+
+def take_blocks(
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    mask: torch.Tensor,
+    held: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    """`reference.take_blocks`: copy planned blocks that another buffer holds into slots; returns what is left of the mask."""
+    ops = _serving("take_blocks", target, True, "")
+    left: torch.Tensor = (reference if ops is None else ops).take_blocks(blocks, slots, mask, held, source, target)
+    return left
+
+
+def seal_blocks(
+    kv: torch.Tensor, key_dim: int, addresses: torch.Tensor, summaries: dict[str, torch.Tensor], first_block: int
+) -> None:
+    """`reference.seal_blocks`: write blocks to their host pages, and their summaries into the block index."""
+    fits = kv.dtype in KERNEL_DTYPES and kv.shape[3] <= MAX_DIM
+    ops = _serving("seal_blocks", kv, fits, f"{kv.dtype}, blocks of {kv.shape[3]}")
+    (reference if ops is None else ops).seal_blocks(kv, key_dim, addresses, summaries, first_block)

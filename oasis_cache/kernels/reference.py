@@ -6,6 +6,9 @@ Query tensors come as [batch, kv_heads, group * rows, key_dim], query head major
 
 from __future__ import annotations
 
+import ctypes
+import math
+
 import torch
 
 # --- Quantised keys -------------------------------------------------------------------------------------------------------
@@ -163,6 +166,60 @@ def rank_blocks(log_mass: torch.Tensor, group: int) -> torch.Tensor:
     return rank_rows(log_mass, group).amax(2)
 
 
+def score_int2(
+    queries: torch.Tensor,
+    codes: torch.Tensor,
+    low: torch.Tensor,
+    step: torch.Tensor,
+    group: int,
+    scaling: float,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores of all blocks by `log_mass_int2`.
+
+    Args:
+        queries: [batch, kv_heads, group * rows, key_dim].
+        codes, low, step: As `quantise_int2` returns them.
+        group: Query heads per KV head.
+        visible: [batch, blocks, block_size] bool, False for padding; None: all tokens are real.
+
+    Returns:
+        `rank_rows` [batch, kv_heads, rows, blocks], its maximum over rows [batch, kv_heads, blocks], and the log-mass
+        [batch, kv_heads, group * rows, blocks], all float32.
+    """
+    return _ranked(log_mass_int2(queries, codes, low, step, scaling, visible), group)
+
+
+def score_int1(
+    queries: torch.Tensor,
+    codes: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    group: int,
+    scaling: float,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`score_int2` by `log_mass_int1`."""
+    return _ranked(log_mass_int1(queries, codes, mean, deviation, scaling, visible), group)
+
+
+def score_minmax(
+    queries: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    group: int,
+    scaling: float,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`score_int2` by `log_mass_minmax`."""
+    return _ranked(log_mass_minmax(queries, low, high, scaling, visible), group)
+
+
+def _ranked(log_mass: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = rank_rows(log_mass, group)
+    return rows, rows.amax(2), log_mass
+
+
 # --- Attention ------------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +275,11 @@ def sparse_attention(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_of_slot: torch.Tensor | None = None,
+    block_size: int = 16,
+    window_start: int = 0,
+    sliding_window: int | None = None,
+    mass_block: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of a decode step over the slots and the window behind them.
 
@@ -228,17 +290,33 @@ def sparse_attention(
         mask: None, or [batch, kv_heads or 1, group * rows, num_tokens], bool or additive, on top of causality.
         softcap: See `attention`.
         sinks: [kv_heads, group] logits, or None.
+        block_of_slot: [batch, kv_heads, slots] int64: the block that each of the first `slots * block_size` tokens belongs to,
+            -1 for slots to leave out, whatever they hold. None: every token is there.
+        block_size: Tokens per slot.
+        window_start: Position in the sequence of the first token behind the slots.
+        sliding_window: A row sees its own and the `sliding_window` - 1 positions before; None: all.
+        mass_block: Tokens whose mass is added up.
 
     Returns:
-        out [batch, kv_heads, group * rows, value_dim] float32, lse [batch, kv_heads, group * rows] float32 (sinks not
-        included), and mass [batch, kv_heads, rows, num_tokens] float32: the probability each token received, mean over the group.
+        out [batch, kv_heads, group * rows, value_dim] float32, lse [batch, kv_heads, group * rows] float32 (sinks not included),
+        and mass [batch, kv_heads, rows, ceil(num_tokens / mass_block)] float32: the probability that each `mass_block` tokens
+        received, mean over the group.
     """
-    keys, values = kv[:, :, :num_tokens, :key_dim].float(), kv[:, :, :num_tokens, key_dim:].float()
+    visible = causal_rows(rows, num_tokens, kv.device)  # [..., rows, num_tokens]
+    kv = kv[:, :, :num_tokens].float()
+    if block_of_slot is not None or sliding_window is not None:
+        present, positions = _places(kv, block_of_slot, block_size, window_start)
+        kv = kv.masked_fill(~present.unsqueeze(-1), 0.0)
+        visible = visible & present.unsqueeze(2)
+        if sliding_window is not None:
+            own = positions[..., num_tokens - rows :].unsqueeze(-1)
+            visible = visible & (positions.unsqueeze(2) > own - sliding_window)
+    keys, values = kv[..., :key_dim], kv[..., key_dim:]
     scores = queries.float() @ keys.transpose(-1, -2) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    causal = causal_rows(rows, num_tokens, kv.device)
-    scores = scores.masked_fill(~causal.repeat(queries.shape[2] // rows, 1), float("-inf"))
+    group = queries.shape[2] // rows
+    scores = scores.masked_fill(~torch.cat([visible] * group, dim=-2), float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     lse = scores.logsumexp(-1)
@@ -246,7 +324,24 @@ def sparse_attention(
     if sinks is not None:
         share = torch.sigmoid(lse.unflatten(2, (-1, rows)) - sinks.float()[None, :, :, None]).flatten(2)
         weights = weights * share.unsqueeze(-1)
-    return weights @ values, lse, weights.unflatten(2, (-1, rows)).mean(2)
+    mass = torch.nn.functional.pad(weights.unflatten(2, (-1, rows)).mean(2), (0, -num_tokens % mass_block))
+    return weights @ values, lse, mass.unflatten(-1, (-1, mass_block)).sum(-1)
+
+
+def _places(
+    kv: torch.Tensor, block_of_slot: torch.Tensor | None, block_size: int, window_start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each token of [batch, kv_heads, num_tokens, kv_dim] is there, and its position: two [batch, kv_heads, num_tokens]."""
+    num_tokens = kv.shape[2]
+    slot_tokens = 0 if block_of_slot is None else block_of_slot.shape[2] * block_size
+    positions = torch.arange(window_start - slot_tokens, window_start - slot_tokens + num_tokens, device=kv.device)
+    positions = positions.repeat(*kv.shape[:2], 1)
+    present = torch.ones_like(positions, dtype=torch.bool)
+    if block_of_slot is not None:
+        inside = torch.arange(block_size, device=kv.device)
+        positions[..., :slot_tokens] = (block_of_slot.unsqueeze(-1) * block_size + inside).flatten(2)
+        present[..., :slot_tokens] = (block_of_slot >= 0).repeat_interleave(block_size, dim=2)
+    return present, positions
 
 
 def causal_rows(rows: int, num_tokens: int, device: torch.device) -> torch.Tensor:
@@ -259,7 +354,12 @@ def causal_rows(rows: int, num_tokens: int, device: torch.device) -> torch.Tenso
 
 
 def delta_select(
-    wanted: torch.Tensor, block_of_slot: torch.Tensor, last_wanted: torch.Tensor, num_blocks: int, max_fetch: int
+    wanted: torch.Tensor,
+    block_of_slot: torch.Tensor,
+    last_wanted: torch.Tensor,
+    num_blocks: int,
+    max_fetch: int,
+    clock: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pair each wanted block that is absent with the slot of the least recently wanted block that is not wanted now.
 
@@ -268,6 +368,7 @@ def delta_select(
         block_of_slot: [batch, kv_heads, slots] int64, the block in each slot, -1 where empty.
         last_wanted: [batch, kv_heads, slots] int64, the step at which a slot's block was last wanted; empty slots hold -1.
         max_fetch: Most pairs per KV head.
+        clock: The step to enter for wanted blocks in `last_wanted`; the pairs are entered in `block_of_slot`. None changes nothing.
 
     Returns:
         blocks, slots, mask: [batch, kv_heads, min(max_fetch, count)] each; pairs where mask is False stand for nothing.
@@ -287,4 +388,84 @@ def delta_select(
     num_absent = (~resident).sum(2, keepdim=True)
     num_victims = (~kept).sum(2, keepdim=True)
     mask = torch.arange(entries, device=wanted.device) < torch.minimum(num_absent, num_victims)
-    return wanted.gather(2, absent_first), victims, mask
+    blocks = wanted.gather(2, absent_first)
+    if clock is not None:
+        block_of_slot.scatter_(2, victims, torch.where(mask, blocks, block_of_slot.gather(2, victims)))
+        last_wanted.masked_fill_(kept.scatter(2, victims, kept.gather(2, victims) | mask), clock)
+    return blocks, victims, mask
+
+
+# --- Movement -------------------------------------------------------------------------------------------------------------
+
+
+def page_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The page that begins at an address of this process's memory: a view, valid as long as that memory is."""
+    raw = (ctypes.c_uint8 * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def gather_blocks(
+    blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, addresses: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Copy planned blocks from host pages into slots.
+
+    Args:
+        blocks, slots: [batch, kv_heads, entries] int64: which block goes to which slot.
+        mask: [batch, kv_heads, entries] bool; False entries stand for nothing.
+        addresses: [batch, num_blocks] int64: where each block's page begins, [kv_heads, block_size, kv_dim] in target's dtype.
+        target: [batch, kv_heads, slots, block_size, kv_dim]. Changed in place.
+    """
+    shape = (target.shape[1], *target.shape[3:])
+    for row, head, entry in mask.nonzero().tolist():
+        page = page_at(int(addresses[row, blocks[row, head, entry]]), shape, target.dtype)
+        target[row, head, slots[row, head, entry]] = page[head].to(target.device)
+
+
+def take_blocks(
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    mask: torch.Tensor,
+    held: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    """Copy those planned blocks that another buffer holds into slots.
+
+    Args:
+        blocks, slots, mask, target: See `gather_blocks`.
+        held: [batch, kv_heads, num_held] int64, the block in each entry of `source`, -1 where empty.
+        source: [batch, kv_heads, num_held, block_size, kv_dim].
+
+    Returns:
+        [batch, kv_heads, entries] bool: what is left of `mask`.
+    """
+    match = (blocks.unsqueeze(-1) == held.unsqueeze(2)) & mask.unsqueeze(-1)  # [batch, kv_heads, entries, num_held]
+    rows, heads, entries, found = match.nonzero(as_tuple=True)
+    target[rows, heads, slots[rows, heads, entries]] = source[rows, heads, found]
+    return mask & ~match.any(-1)
+
+
+def seal_blocks(
+    kv: torch.Tensor, key_dim: int, addresses: torch.Tensor, summaries: dict[str, torch.Tensor], first_block: int
+) -> None:
+    """Write blocks to their host pages and enter them in the block index.
+
+    Args:
+        kv: [batch, kv_heads, blocks, block_size, key_dim + value_dim].
+        key_dim: Width of the keys.
+        addresses: [batch, blocks] int64: where each block's page begins, [kv_heads, block_size, kv_dim] in kv's dtype.
+        summaries: Arrays [batch, kv_heads, capacity, ...] of the index, changed in place from `first_block` on: "codes", "low" and
+            "step" as `quantise_int2` makes them, or "low" and "high", or none.
+        first_block: Number of the first block.
+    """
+    keys = kv[..., :key_dim]
+    new: dict[str, torch.Tensor] = {}
+    if "codes" in summaries:
+        new = dict(zip(("codes", "low", "step"), quantise_int2(keys), strict=True))
+    elif summaries:
+        new = {"low": keys.amin(3), "high": keys.amax(3)}
+    for name, array in summaries.items():
+        array[:, :, first_block : first_block + kv.shape[2]] = new[name]
+    for row in range(kv.shape[0]):
+        for block in range(kv.shape[2]):
+            page_at(int(addresses[row, block]), (kv.shape[1], *kv.shape[3:]), kv.dtype).copy_(kv[row, :, block])

@@ -19,10 +19,17 @@ def sparse_attention(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_of_slot: torch.Tensor | None = None,
+    block_size: int = 16,
+    window_start: int = 0,
+    sliding_window: int | None = None,
 ) -> torch.Tensor:
     """`reference.sparse_attention` without log-sum-exp and mass: out [batch, kv_heads, group * rows, value_dim], queries' dtype."""
-    if softcap is not None or sinks is not None:
-        out, _, _ = reference.sparse_attention(queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks)
+    if softcap is not None or sinks is not None or block_of_slot is not None or sliding_window is not None:
+        out, _, _ = reference.sparse_attention(
+            queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks, block_of_slot, block_size, window_start,
+            sliding_window,
+        )  # fmt: skip
         return out.to(queries.dtype)
     if rows > 1:
         causal = reference.causal_rows(rows, num_tokens, kv.device).repeat(queries.shape[2] // rows, 1)
@@ -37,21 +44,6 @@ def sparse_attention(
     return torch.nn.functional.scaled_dot_product_attention(
         queries, kv[:, :, :num_tokens, :key_dim], kv[:, :, :num_tokens, key_dim:], attn_mask=mask, scale=scaling
     )
-
-
-def sparse_attention_with_mass(
-    queries: torch.Tensor,
-    kv: torch.Tensor,
-    key_dim: int,
-    num_tokens: int,
-    rows: int,
-    scaling: float,
-    mask: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`reference.sparse_attention`: out, log-sum-exp and the mass each token received."""
-    return reference.sparse_attention(queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks)
 
 
 def attention(

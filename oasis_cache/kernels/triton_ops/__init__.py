@@ -1,0 +1,21 @@
+"""The operations of reference.py as Triton kernels, with the same signatures. Needs triton; imported only where it is used.
+
+On CPU tensors they run in Triton's interpreter, if TRITON_INTERPRET=1 was set before triton was first imported.
+"""
+
+from oasis_cache.kernels.triton_ops.delta_select import delta_select
+from oasis_cache.kernels.triton_ops.gather_blocks import gather_blocks, take_blocks
+from oasis_cache.kernels.triton_ops.score_blocks import score_int1, score_int2, score_minmax
+from oasis_cache.kernels.triton_ops.seal_blocks import seal_blocks
+from oasis_cache.kernels.triton_ops.sparse_attention import sparse_attention
+
+__all__ = [
+    "delta_select",
+    "gather_blocks",
+    "score_int1",
+    "score_int2",
+    "score_minmax",
+    "seal_blocks",
+    "sparse_attention",
+    "take_blocks",
+]
