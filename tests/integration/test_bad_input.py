@@ -262,8 +262,7 @@ def test_a_prefill_fits_all_layers_or_none(room):
     cache = OasisCache(SMALL, model_config=model.config, max_host_bytes=room * 2 * 2 * 16 * 4)
     try:
         models.forward(model, models.prompt(90), cache)
-    except MemoryError as error:
-        assert "max_host_bytes" in str(error)
+    except MemoryError:
         assert cache.stats().context_tokens == cache.stats().steps == cache.stats().host_bytes_reserved == 0
     else:
         assert {layer.get_seq_length() for layer in cache.layers} == {90}

@@ -414,7 +414,8 @@ def _checked(
     check_devices(queries=queries, visible=visible, **arrays)
     if queries.dim() != 4 or queries.dtype not in KERNEL_DTYPES:
         raise ValueError(
-            f"queries must be [batch, kv_heads, group * rows, key_dim] in {KERNEL_DTYPES}, got {queries.dtype} {tuple(queries.shape)}"
+            f"queries must be [batch, kv_heads, group * rows, key_dim] in {KERNEL_DTYPES}, got {queries.dtype} "
+            f"{tuple(queries.shape)}"
         )
     batch, kv_heads, query_rows, key_dim = queries.shape
     if key_dim > MAX_DIM:

@@ -364,8 +364,8 @@ def sparse_attention(
     check_devices(queries=queries, kv=kv, mask=mask, sinks=sinks, block_of_slot=block_of_slot)
     if queries.dim() != 4 or kv.dim() != 4 or queries.dtype not in KERNEL_DTYPES or kv.dtype != queries.dtype:
         raise ValueError(
-            f"queries and kv must have 4 dimensions and one dtype of {KERNEL_DTYPES}, got {queries.dtype} {tuple(queries.shape)} and "
-            f"{kv.dtype} {tuple(kv.shape)}"
+            f"queries and kv must have 4 dimensions and one dtype of {KERNEL_DTYPES}, got {queries.dtype} "
+            f"{tuple(queries.shape)} and {kv.dtype} {tuple(kv.shape)}"
         )
     batch, kv_heads, query_rows, _ = queries.shape
     check_shape("queries", queries, (batch, kv_heads, query_rows, key_dim))
