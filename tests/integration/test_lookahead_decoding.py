@@ -505,6 +505,25 @@ def test_sparse_budget(batch, accept):
         assert models.relative_error(torch.stack(out.logits), torch.stack(dense.logits)) > TOLERANCE
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+def test_rejected_drafts_bring_blocks_in_time(batch):
+    """OasisKV's loop: predicting by draft rows finds more blocks on the device, and does not change what comes out."""
+    model = models.build("llama")
+    ids, mask = models.left_padded(200, PADS[:batch], seed=1)
+    options = {"input_ids": ids, "attention_mask": mask}
+    drafter = ReplayDrafter(run(model, batch, **options).sequences[:, 200:])
+    logits, hits = {}, {}
+    for lookahead in ("off", "previous", "draft"):
+        cache = OasisCache(
+            budget=48, block_size=8, recent_blocks=2, sparse_rows=8, lookahead=lookahead, max_fetch=None, engine="sync"
+        )
+        out = run(model, batch, cache, LookaheadDecoding(drafter, 2, accept=False), **options)
+        logits[lookahead], hits[lookahead] = torch.stack(out.logits), cache.stats().hit_rate
+    assert torch.equal(logits["draft"], logits["off"])
+    assert torch.equal(logits["previous"], logits["off"])
+    assert hits["draft"] > hits["previous"] > hits["off"]
+
+
 # --- Drafters ---------------------------------------------------------------------------------------------------------
 
 
@@ -548,7 +567,7 @@ def test_assistant_drafts_are_its_greedy_continuations():
             assert draft.tolist() == expected.sequences[0, own.shape[1] :].tolist()
             assert len(draft) == state.limits[row]
             kept = int(torch.randint(0, 4, (1,), generator=generator))
-            rows[row] += [*draft.tolist()[:kept], 50 + row]
+            rows[row] += [*draft.tolist()[:kept], 50 + row, *draft.tolist()[kept + 1 :]]  # right tokens behind a wrong one
     assert drafter.cache.get_seq_length() > 20
     drafter.finish()
     assert drafter.cache is None
