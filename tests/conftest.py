@@ -9,6 +9,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported, which torch itself does not do
+
 from hypothesis import HealthCheck, settings
 
 INTEGRATION = Path(__file__).parent / "integration"

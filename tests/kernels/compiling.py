@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from oasis_cache.kernels.triton_ops import launch as launch_module
+from tests.kernels.recording import Launch
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -26,19 +25,6 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
-_OPTIONS = ("num_warps", "num_stages")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel launch as a launcher asked for it."""
-
-    kernel: Any
-    arguments: dict[str, Any]
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {name: self.arguments[name] for name in _OPTIONS if name in self.arguments}
 
 
 @dataclass(frozen=True)
@@ -54,24 +40,6 @@ class Compiled:
     shared_bytes: int
     registers: int
     spilled_bytes: int
-
-
-def record(call: Callable[[], Any], backend: str, num_processors: int) -> list[Launch]:
-    """The launches that a public function makes, without making them: call it with tensors on the meta device."""
-    launches: list[Launch] = []
-
-    def remember(kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any]) -> None:
-        assert all(size >= 1 for size in grid)
-        launches.append(Launch(kernel, arguments))
-
-    saved = launch_module.start, launch_module.describe
-    launch_module.start = remember
-    launch_module.describe = lambda device: launch_module.Device(backend, num_processors)
-    try:
-        call()
-    finally:
-        launch_module.start, launch_module.describe = saved
-    return launches
 
 
 def source(launch: Launch) -> ASTSource:
