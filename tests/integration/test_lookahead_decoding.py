@@ -485,9 +485,8 @@ def test_sparse_budget(batch, accept):
     """Every forward but the prefill is sparse, whether drafts are kept or only point at blocks."""
     model = models.build("llama")
     ids, mask = models.left_padded(160, PADS[:batch], seed=1)
-    ids[:, 120:150] = ids[:, 60:90]
     cache = OasisCache(model_config=model.config, budget=48, block_size=8, recent_blocks=2, sparse_rows=8)
-    decoding = LookaheadDecoding(PromptLookupDrafter(), DRAFTS, accept=accept)
+    decoding = LookaheadDecoding(EarlyExitDrafter(1), DRAFTS, accept=accept)
     out = run(model, batch, cache, decoding, input_ids=ids, attention_mask=mask)
     stats, report = cache.stats(), decoding.report
     assert report.query_rows > report.forwards
@@ -497,6 +496,7 @@ def test_sparse_budget(batch, accept):
     assert cache.get_seq_length() == out.sequences.shape[1] - 1 == 160 + NEW_TOKENS - 1
     for layer in cache.layers:
         layer.check_integrity()
+    assert report.accepted > 0 if accept else report.accepted == 0
     if not accept:
         assert report.forwards == NEW_TOKENS - 1 == stats.sparse_steps
         again = OasisCache(model_config=model.config, budget=1024)
@@ -567,7 +567,11 @@ def test_assistant_drafts_are_its_greedy_continuations():
             assert draft.tolist() == expected.sequences[0, own.shape[1] :].tolist()
             assert len(draft) == state.limits[row]
             kept = int(torch.randint(0, 4, (1,), generator=generator))
-            rows[row] += [*draft.tolist()[:kept], 50 + row, *draft.tolist()[kept + 1 :]]  # right tokens behind a wrong one
+            rows[row] += [
+                *draft.tolist()[:kept],
+                50 + row,
+                *draft.tolist()[kept + 1 :],
+            ]  # right tokens behind a wrong one
     assert drafter.cache.get_seq_length() > 20
     drafter.finish()
     assert drafter.cache is None
