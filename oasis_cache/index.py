@@ -157,7 +157,9 @@ class RecencyIndex(BlockIndex):
         self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
     ) -> torch.Tensor:
         age = torch.arange(num_blocks, 0, -1, dtype=torch.float32, device=queries.device)
-        scores = -age.log().expand(*queries.shape[:3], num_blocks)  # a softmax over blocks gives each a share that is not 0
+        scores = -age.log().expand(
+            *queries.shape[:3], num_blocks
+        )  # a softmax over blocks gives each a share that is not 0
         if visible is not None:
             scores = scores.masked_fill(~visible.any(-1)[:, None, None], float("-inf"))
         return scores
