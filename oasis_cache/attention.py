@@ -61,8 +61,18 @@ class KVView(torch.Tensor):
     def materialise(self, cause: str) -> torch.Tensor:
         """The exact dense tensor of this part; counted as a fallback of the layer and warned about once."""
         if self.dense is None:
+            self.check_current()
             self.dense = self.layer.fall_back(self.part, cause)
         return self.dense
+
+    def check_current(self) -> None:
+        """Raise `RuntimeError` if the layer does not hold the tokens any more that this view stands for."""
+        held = self.layer.get_seq_length()
+        if self.shape[2] != held:
+            raise RuntimeError(
+                f"keys or values of an earlier forward, when the cache held {self.shape[2]} tokens; now it holds {held}. Views are "
+                "good until the next forward or crop: copy what is to be kept"
+            )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -139,6 +149,7 @@ def dispatch(
     if cause is not None:
         value = value.materialise(cause) if isinstance(value, KVView) else value
         return original(module, query, key.materialise(cause), value, attention_mask, *args, **kwargs)
+    key.check_current()
     scaling = arguments.get("scaling")
     is_causal = arguments.get("is_causal")
     out = key.layer.attend(

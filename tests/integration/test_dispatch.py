@@ -270,6 +270,22 @@ def test_code_that_touches_keys_gets_the_exact_tensor():
     assert cache.stats().fallback_steps == 1  # one forward
 
 
+def test_views_of_an_earlier_forward_are_refused():
+    """They stand for tokens that the layer may not hold any more: an error, not other tokens."""
+    model = models.build("llama", "sdpa")
+    cache, module = sparse_cache(model), model.model.layers[0].self_attn
+    new = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
+    keys, values = cache.layers[0].update(*new)
+    later, _ = cache.layers[0].update(*new)
+    with pytest.raises(RuntimeError, match="held 91 tokens; now it holds 92"):
+        keys + 0
+    with pytest.raises(RuntimeError, match="earlier forward"):
+        oasis_cache.attention.dispatch(sdpa_attention_forward, module, torch.randn(1, 4, 1, 8), keys, values, None)
+    cache.layers[0].crop(-2)
+    with pytest.raises(RuntimeError, match="held 92 tokens; now it holds 90"):
+        later.sum()
+
+
 def test_training_raises_before_it_goes_wrong():
     model = models.build("llama", "sdpa")
     cache = sparse_cache(model)
