@@ -5,6 +5,9 @@ One program attends a tile of query rows (new tokens x query group) of one KV he
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +26,33 @@ from oasis_cache.kernels.triton_ops.rank_blocks import launch_rank
 from oasis_cache.kernels.triton_ops.tiles import LN_2, LOG2_E, dot, finite, head_of_program, narrow
 
 MAX_SPLITS = 32
-TILE_BYTES = 32768  # keys and values that a program reads at a time
-MAX_TILE_ROWS = 32
-MAX_TILE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a program of `_attend_kernel` cuts its work: query rows and tokens at a time, and warps."""
+
+    rows: int
+    tokens: int
+    num_warps: int
+
+
+def _tilings() -> dict[tuple[int, int, int, bool], Tiling]:
+    """All tilings that can be launched, by padded widths of keys and values, element size, and whether there are many rows."""
+    tilings = {}
+    for key_pad, value_pad, element_size in itertools.product((64, 128, 256), (64, 128, 256), (2, 4)):
+        tokens = tile(32768 // ((key_pad + value_pad) * element_size) + 1) // 2  # 32 KiB of keys and values or less
+        if element_size == 2:
+            tilings[key_pad, value_pad, 2, False] = Tiling(16, min(tokens, 128), 4)
+            tilings[key_pad, value_pad, 2, True] = Tiling(32, min(tokens, 64), 4)
+        else:  # no matrix units: the accumulators of 16 rows fill the registers
+            tilings[key_pad, value_pad, 4, False] = tilings[key_pad, value_pad, 4, True] = Tiling(
+                16, min(tokens, 32), 8
+            )
+    return tilings
+
+
+TILINGS = _tilings()
 NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
 
 
@@ -235,11 +262,10 @@ def _launch(
     batch, kv_heads, query_rows, _ = queries.shape
     value_dim = kv.shape[3] - key_dim
     device = queries.device
-    key_pad, value_pad = tile(key_dim), tile(value_dim)
-    tile_rows = tile(query_rows, at_most=MAX_TILE_ROWS if kv.element_size() == 2 else MAX_TILE_ROWS // 2)
-    tile_tokens = min(MAX_TILE_TOKENS, tile(TILE_BYTES // ((key_pad + value_pad) * kv.element_size()) + 1) // 2)
-    row_tiles = triton.cdiv(query_rows, tile_rows)
-    token_tiles = triton.cdiv(num_tokens, tile_tokens)
+    key_pad, value_pad = tile(key_dim, 64), tile(value_dim, 64)
+    tiling = TILINGS[key_pad, value_pad, kv.element_size(), query_rows > 16]
+    row_tiles = triton.cdiv(query_rows, tiling.rows)
+    token_tiles = triton.cdiv(num_tokens, tiling.tokens)
     splits = splits or split(token_tiles, batch * kv_heads * row_tiles, device, MAX_SPLITS)
     parts = queries.new_empty(batch, kv_heads, splits, query_rows, value_dim, dtype=torch.float32)
     part_lse = queries.new_empty(batch, kv_heads, splits, query_rows, dtype=torch.float32)
@@ -275,7 +301,7 @@ def _launch(
         slot_tokens=block_of_slot.shape[2] * block_size if block_of_slot is not None else 0,
         window_start=window_start,
         sliding_window=sliding_window if sliding_window is not None else 0,
-        split_tokens=triton.cdiv(token_tiles, splits) * tile_tokens,
+        split_tokens=triton.cdiv(token_tiles, splits) * tiling.tokens,
         mass_blocks=log_mass.shape[3] if log_mass is not None else 0,
         scaling=scaling,
         softcap=softcap if softcap is not None else 1.0,
@@ -285,13 +311,13 @@ def _launch(
         VALUE_PAD=value_pad,
         BLOCK_SIZE=block_size if block_of_slot is not None else 1,
         MASS_BLOCK=mass_block or 0,
-        TILE_ROWS=tile_rows,
-        TILE_TOKENS=tile_tokens,
+        TILE_ROWS=tiling.rows,
+        TILE_TOKENS=tiling.tokens,
         MASK=NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK,
         HAS_SOFTCAP=softcap is not None,
         HAS_TABLE=block_of_slot is not None,
         HAS_WINDOW=sliding_window is not None,
-        num_warps=4 if kv.element_size() == 2 else 8,
+        num_warps=tiling.num_warps,
         num_stages=stages(device, 3),
     )
     out = queries.new_empty(batch, kv_heads, query_rows, value_dim)
