@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -323,21 +324,30 @@ def test_bidirectional_rows_are_streamed():
     assert layer.counters.forwards["streamed"] == 1 and layer.counters.forwards["sparse"] == 0
 
 
-def test_flash_window_is_applied():
-    """flash attention gets its window as an argument, not in the mask; the dispatcher passes it on."""
+@pytest.mark.parametrize("rows", [1, 20], ids=["sparse", "streamed"])
+def test_flash_window_is_applied(rows):
+    """flash attention gets its window as an argument, the other functions get it in the mask and may ignore the argument."""
     model = models.build("llama", "sdpa")
-    for rows in (1, 20):  # sparse and streamed
+    module = model.model.layers[0].self_attn
+    total = 90 + rows
+    seen = torch.ones(rows, total, dtype=torch.bool).tril(90)
+    windowed = seen & ~torch.ones(rows, total, dtype=torch.bool).tril(90 - 10)
+    query, new = torch.randn(1, 4, rows, 8), (torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, 8))
+
+    def attend(function, mask):
         layer = sparse_cache(model).layers[0]
-        query, new = torch.randn(1, 4, rows, 8), (torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, 8))
-        layer.update(*new)
-        out = layer.attend(query, None, 0.3, 10, None, None, True)
-        kv = layer.dense_kv().repeat_interleave(2, 1)
-        total = 90 + rows
-        mask = torch.ones(rows, total, dtype=torch.bool).tril(90) & ~torch.ones(rows, total, dtype=torch.bool).tril(
-            90 - 10
+        out, _ = oasis_cache.attention.dispatch(
+            function, module, query, *layer.update(*new), mask, scaling=0.3, sliding_window=10
         )
-        expected = torch.nn.functional.scaled_dot_product_attention(query, kv[..., :8], kv[..., 8:], mask, scale=0.3)
-        assert models.relative_error(out, expected.transpose(1, 2)) < 1e-5
+        return out, layer.dense_kv().repeat_interleave(2, 1)
+
+    out, kv = attend(flash_attention_forward, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, kv[..., :8], kv[..., 8:], windowed, scale=0.3)
+    assert models.relative_error(out, expected.transpose(1, 2)) < 1e-5
+    again, _ = attend(sdpa_attention_forward, windowed[None, None])
+    assert models.relative_error(again, out) < 1e-5
+    other, _ = attend(sdpa_attention_forward, None)
+    assert models.relative_error(other, out) > 0.05
 
 
 # --- Threads and the end of the process -------------------------------------------------------------------------------------------
