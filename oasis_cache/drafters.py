@@ -160,7 +160,7 @@ class AssistantDrafter(Drafter):
     shortest one's end to the longest one's guess, one column and one small forward at a time.
 
     Args:
-        assistant: A decoder-only model, on the device of the one that decides.
+        assistant: A decoder-only model.
         make_cache: Makes the assistant's cache from its config. Default: `DynamicCache`, which keeps the whole context of the
             assistant on the device; `lambda config: OasisCache(model_config=config, ...)` does not.
     """
@@ -233,14 +233,17 @@ class AssistantDrafter(Drafter):
         assert self.cache is not None
         self.fed = columns if self.fed is None else torch.cat([self.fed, columns], dim=1)
         total = self.fed.shape[1]
-        offsets = torch.arange(total, device=columns.device) - torch.tensor(starts, device=columns.device).unsqueeze(1)
+        device = self.assistant.device
+        offsets = torch.arange(total, device=device) - torch.tensor(starts, device=device).unsqueeze(1)
         parameters = inspect.signature(self.assistant.forward).parameters
         arguments = {"cache" if "cache" in parameters else "past_key_values": self.cache, "use_cache": True}
         if "position_ids" in parameters:
             arguments["position_ids"] = offsets[:, total - columns.shape[1] :].clamp_min(0)
         if "logits_to_keep" in parameters:
             arguments["logits_to_keep"] = 1
-        outputs = self.assistant(columns, attention_mask=(offsets >= 0).long(), return_dict=True, **arguments)
+        outputs = self.assistant(
+            columns.to(device), attention_mask=(offsets >= 0).long(), return_dict=True, **arguments
+        )
         if total == columns.shape[1] and not self.cache.is_croppable:
             raise ValueError(
                 f"{type(self.assistant).__name__} cannot assist: its cache cannot take back rejected tokens"

@@ -514,17 +514,19 @@ def test_rejected_drafts_bring_blocks_in_time(batch):
     model = models.build("llama")
     ids, mask = models.left_padded(200, PADS[:batch], seed=1)
     options = {"input_ids": ids, "attention_mask": mask}
-    drafter = ReplayDrafter(run(model, batch, **options).sequences[:, 200:])
+    right = run(model, batch, **options).sequences[:, 200:]
+    drafters = {"right": ReplayDrafter(right), "wrong": ReplayDrafter((right + 1) % models.VOCABULARY)}
     logits, hits = {}, {}
-    for lookahead in ("off", "previous", "draft"):
+    for lookahead, drafter in (("off", "right"), ("previous", "right"), ("draft", "right"), ("draft", "wrong")):
         cache = OasisCache(
             budget=48, block_size=8, recent_blocks=2, sparse_rows=8, lookahead=lookahead, max_fetch=None, engine="sync"
         )
-        out = run(model, batch, cache, LookaheadDecoding(drafter, 2, accept=False), **options)
-        logits[lookahead], hits[lookahead] = torch.stack(out.logits), cache.stats().hit_rate
-    assert torch.equal(logits["draft"], logits["off"])
-    assert torch.equal(logits["previous"], logits["off"])
-    assert hits["draft"] > hits["previous"] > hits["off"]
+        out = run(model, batch, cache, LookaheadDecoding(drafters[drafter], 2, accept=False), **options)
+        logits[lookahead, drafter], hits[lookahead, drafter] = torch.stack(out.logits), cache.stats().hit_rate
+    assert torch.equal(logits["draft", "right"], logits["off", "right"])
+    assert torch.equal(logits["previous", "right"], logits["off", "right"])
+    assert hits["draft", "right"] > hits["previous", "right"] > hits["off", "right"]
+    assert hits["draft", "right"] > hits["draft", "wrong"]
 
 
 # --- Drafters ---------------------------------------------------------------------------------------------------------
