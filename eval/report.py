@@ -54,7 +54,7 @@ def readme_block() -> str:
     first = needle["arguments"]["first_seed"]
     return (
         "A seven-digit number hidden in a long text at five depths: how often the answer is right. The seeds (from "
-        f"{first} on) were chosen because the dense model answers all of them; the last two rows retrieve nothing, as a control.\n\n"
+        f"{first} on) were chosen because the dense model answers all; the last two rows retrieve nothing, as a control.\n\n"
         f"{needle_table(needle)}\n\n{describe(needle['environment'])}. Made by `python -m eval.quality.needle` and\n"
         "`python -m eval.report`; the answers are in eval/quality/results/."
     )
