@@ -57,14 +57,20 @@ def split(num_tiles: int, num_programs: int, device: torch.device, at_most: int)
     return -(-num_tiles // -(-num_tiles // wanted))
 
 
+def is_hip(device: torch.device) -> bool:
+    """Whether a device is one of AMD's, whose registers and local memory hold smaller tiles."""
+    return describe(device).backend == "hip"
+
+
 def stages(device: torch.device, cuda: int) -> int:
     """Depth of the software pipeline: `cuda` on NVIDIA, 2 on AMD, whose local memory holds 64 KiB."""
-    return 2 if describe(device).backend == "hip" else cuda
+    return 2 if is_hip(device) else cuda
 
 
-def narrowest(device: torch.device) -> int:
-    """Smallest useful number of columns of a matrix product: 8 on NVIDIA's matrix units, 16 on AMD's."""
-    return 16 if describe(device).backend == "hip" else 8
+def row_tile(query_rows: int, sizes: tuple[int, ...], device: torch.device) -> int:
+    """The smallest of several tile sizes that holds all rows, or the largest; AMD's matrix units want 16."""
+    usable = [size for size in sizes if size >= 16 or not is_hip(device)]
+    return next((size for size in usable if size >= query_rows), usable[-1])
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:

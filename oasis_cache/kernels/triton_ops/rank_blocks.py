@@ -9,7 +9,8 @@ import triton.language as tl
 from oasis_cache.kernels.triton_ops.launch import launch, tile
 from oasis_cache.kernels.triton_ops.tiles import finite, head_of_program
 
-TILE_BLOCKS = 256
+TILE_BLOCKS = 256  # blocks at a time
+TILE_ENTRIES = 8192  # of them and query heads
 
 
 @triton.jit(do_not_specialize=["rows", "num_blocks", "num_splits"])
@@ -97,7 +98,8 @@ def launch_rank(
     group = query_rows // rows
     scores = log_mass.new_empty(batch, kv_heads, rows, num_blocks)
     best = log_mass.new_empty(batch, kv_heads, num_blocks) if rows > 1 else scores[:, :, 0]
-    tile_blocks = tile(num_blocks, at_most=TILE_BLOCKS)
+    group_pad = tile(group, at_least=1)
+    tile_blocks = tile(num_blocks, at_most=min(TILE_BLOCKS, max(16, TILE_ENTRIES // group_pad)))
     launch(
         _rank_kernel,
         (triton.cdiv(num_blocks, tile_blocks), batch * kv_heads),
@@ -113,7 +115,7 @@ def launch_rank(
         num_splits=splits,
         unseen=unseen,
         GROUP=group,
-        GROUP_PAD=tile(group, at_least=1),
+        GROUP_PAD=group_pad,
         SPLITS_PAD=tile(splits, at_least=1),
         TILE_BLOCKS=tile_blocks,
         HAS_SINKS=sinks is not None,

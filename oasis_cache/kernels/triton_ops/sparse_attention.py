@@ -16,6 +16,7 @@ from oasis_cache.kernels.limits import KERNEL_DTYPES, MASS_BLOCKS, MAX_DIM
 from oasis_cache.kernels.triton_ops.launch import (
     check_devices,
     check_shape,
+    is_hip,
     launch,
     split,
     stages,
@@ -263,7 +264,7 @@ def _launch(
     value_dim = kv.shape[3] - key_dim
     device = queries.device
     key_pad, value_pad = tile(key_dim, 64), tile(value_dim, 64)
-    tiling = TILINGS[key_pad, value_pad, kv.element_size(), query_rows > 16]
+    tiling = TILINGS[key_pad, value_pad, kv.element_size(), query_rows > 16 and not is_hip(device)]
     row_tiles = triton.cdiv(query_rows, tiling.rows)
     token_tiles = triton.cdiv(num_tokens, tiling.tokens)
     splits = splits or split(token_tiles, batch * kv_heads * row_tiles, device, MAX_SPLITS)

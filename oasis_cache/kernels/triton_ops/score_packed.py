@@ -1,7 +1,4 @@
-"""How much attention mass each query row would give to each block, by the block index: packed low-bit keys or min/max.
-
-Two passes: log-mass per query row and block, with each split's part of the rows' normalisers; then `rank_blocks`.
-"""
+"""Scores of all blocks by packed low-bit keys, which are expanded on the way: first pass of `score_int2` and `score_int1`."""
 
 from __future__ import annotations
 
@@ -9,38 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from oasis_cache.kernels.limits import KERNEL_DTYPES, MAX_DIM
-from oasis_cache.kernels.triton_ops.launch import (
-    check_devices,
-    check_shape,
-    launch,
-    narrowest,
-    split,
-    tile,
-    unit_stride,
-)
+from oasis_cache.kernels.limits import MAX_DIM
+from oasis_cache.kernels.triton_ops.launch import check_shape, launch, row_tile, split, tile
 from oasis_cache.kernels.triton_ops.rank_blocks import launch_rank
+from oasis_cache.kernels.triton_ops.scoring import MAX_SPLITS, add_split, check_scoring, store_split
 from oasis_cache.kernels.triton_ops.tiles import LN_2, LOG2_E, dot, finite, head_of_program, narrow
 
-TILE_TOKENS = 128  # tokens whose packed keys a program expands at a time
-TILE_BOUNDS = 64  # blocks whose bounds a program reads at a time
-MAX_TILE_ROWS = 32
-MAX_SPLITS = 64
-
-
-@triton.jit
-def _add_split(b_log_mass, b_max, b_sum):
-    """Enter a tile [blocks, rows] in the rows' running maximum and sum."""
-    b_new = tl.maximum(b_max, tl.max(b_log_mass, 0))
-    b_safe = finite(b_new)
-    b_sum = b_sum * tl.exp(b_max - b_safe) + tl.sum(tl.exp(b_log_mass - b_safe[None, :]), 0)
-    return b_new, b_sum
-
-
-@triton.jit
-def _store_split(p_lse, i_head, i_split, splits, o_row, query_rows, b_max, b_sum):
-    b_lse = finite(b_max) + tl.log(b_sum)
-    tl.store(p_lse + (i_head * splits + i_split) * query_rows + o_row, b_lse, mask=o_row < query_rows)
+TILE_TOKENS = 128  # tokens whose keys a program expands at a time
+TILE_ROWS = {2: (8, 16, 32), 4: (8, 16)}  # query rows at a time that can be launched, by element size
 
 
 @triton.jit
@@ -208,84 +181,8 @@ def _packed_kernel(
             b_log_mass,
             mask=m_block[:, None] & (o_row < query_rows)[None, :],
         )
-        b_max, b_sum = _add_split(b_log_mass, b_max, b_sum)
-    _store_split(p_lse, i_head, i_split, tl.num_programs(0), o_row, query_rows, b_max, b_sum)
-
-
-@triton.jit(do_not_specialize=["num_blocks", "tiles_per_split"])
-def _minmax_kernel(
-    p_query,  # [batch, kv_heads, query_rows, KEY_DIM]
-    p_low,  # [batch, kv_heads, capacity, KEY_DIM]
-    p_high,
-    p_visible,  # [batch, num_blocks, BLOCK_SIZE] uint8
-    p_log_mass,  # [batch * kv_heads, query_rows, num_blocks] float32
-    p_lse,  # [batch * kv_heads, splits, query_rows] float32
-    stride_qb,
-    stride_qh,
-    stride_qr,
-    stride_sb,
-    stride_sh,
-    stride_vb,
-    kv_heads,
-    query_rows,
-    num_blocks,
-    tiles_per_split,
-    scaling,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_PAD: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
-):
-    i_split = tl.program_id(0)
-    i_head, i_batch, i_kv = head_of_program(kv_heads)
-    o_row = (tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)).to(tl.int64)
-    o_channel = tl.arange(0, KEY_PAD)
-    m_channel = o_channel < KEY_DIM
-    # [KEY_PAD, TILE_ROWS]
-    b_query = tl.load(
-        p_query + i_batch * stride_qb + i_kv * stride_qh + o_row[None, :] * stride_qr + o_channel[:, None],
-        mask=m_channel[:, None] & (o_row < query_rows)[None, :],
-        other=0.0,
-    )
-    b_positive = tl.maximum(b_query.to(tl.float32), 0.0).to(b_query.dtype)
-    b_negative = tl.minimum(b_query.to(tl.float32), 0.0).to(b_query.dtype)
-    p_low += i_batch * stride_sb + i_kv * stride_sh
-    p_high += i_batch * stride_sb + i_kv * stride_sh
-    # [TILE_ROWS]
-    b_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    b_sum = tl.zeros([TILE_ROWS], tl.float32)
-    first_tile = i_split * tiles_per_split
-    last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(num_blocks, TILE_BLOCKS))
-    for i_tile in range(first_tile, last_tile):
-        o_block = (i_tile * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)).to(tl.int64)
-        m_block = o_block < num_blocks
-        m_load = m_block[:, None] & m_channel[None, :]
-        # [TILE_BLOCKS, KEY_PAD]
-        b_low = tl.load(p_low + o_block[:, None] * KEY_DIM + o_channel[None, :], mask=m_load, other=0.0)
-        b_high = tl.load(p_high + o_block[:, None] * KEY_DIM + o_channel[None, :], mask=m_load, other=0.0)
-        # [TILE_BLOCKS, TILE_ROWS]
-        b_s = dot(b_high, b_positive, tl.zeros([TILE_BLOCKS, TILE_ROWS], tl.float32))
-        b_s = dot(b_low, b_negative, b_s)
-        if HAS_VISIBLE:
-            o_inside = tl.arange(0, BLOCK_PAD)
-            # [TILE_BLOCKS, BLOCK_PAD]
-            b_visible = tl.load(
-                p_visible + i_batch * stride_vb + o_block[:, None] * BLOCK_SIZE + o_inside[None, :],
-                mask=m_block[:, None] & (o_inside < BLOCK_SIZE)[None, :],
-                other=0,
-            )
-            m_block &= tl.max(b_visible.to(tl.int32), 1) != 0
-        b_log_mass = tl.where(m_block[:, None], b_s * scaling, float("-inf"))
-        tl.store(
-            p_log_mass + (i_head * query_rows + o_row[None, :]) * num_blocks + o_block[:, None],
-            b_log_mass,
-            mask=(o_block < num_blocks)[:, None] & (o_row < query_rows)[None, :],
-        )
-        b_max, b_sum = _add_split(b_log_mass, b_max, b_sum)
-    _store_split(p_lse, i_head, i_split, tl.num_programs(0), o_row, query_rows, b_max, b_sum)
+        b_max, b_sum = add_split(b_log_mass, b_max, b_sum)
+    store_split(p_lse, i_head, i_split, tl.num_programs(0), o_row, query_rows, b_max, b_sum)
 
 
 def _launch_packed(
@@ -303,7 +200,7 @@ def _launch_packed(
     num_blocks, block_size, plane_dim = codes.shape[2:]
     block_pad = tile(block_size, at_least=1)
     tile_blocks = max(1, TILE_TOKENS // block_pad)
-    tile_rows = tile(query_rows, narrowest(queries.device), MAX_TILE_ROWS)
+    tile_rows = row_tile(query_rows, TILE_ROWS[queries.element_size()], queries.device)
     row_tiles = triton.cdiv(query_rows, tile_rows)
     tiles = triton.cdiv(num_blocks, tile_blocks)
     splits = splits or split(tiles, batch * kv_heads * row_tiles, queries.device, MAX_SPLITS)
@@ -349,100 +246,6 @@ def _launch_packed(
     return scores, best, log_mass
 
 
-def _launch_minmax(
-    queries: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    rows: int,
-    scaling: float,
-    visible: torch.Tensor | None,
-    splits: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch, kv_heads, query_rows, key_dim = queries.shape
-    num_blocks = low.shape[2]
-    block_size = visible.shape[2] if visible is not None else 1
-    tile_rows = tile(query_rows, narrowest(queries.device), MAX_TILE_ROWS)
-    row_tiles = triton.cdiv(query_rows, tile_rows)
-    tiles = triton.cdiv(num_blocks, TILE_BOUNDS)
-    splits = splits or split(tiles, batch * kv_heads * row_tiles, queries.device, MAX_SPLITS)
-    log_mass = queries.new_empty(batch, kv_heads, query_rows, num_blocks, dtype=torch.float32)
-    lse = queries.new_empty(batch, kv_heads, splits, query_rows, dtype=torch.float32)
-    launch(
-        _minmax_kernel,
-        (splits, batch * kv_heads, row_tiles),
-        queries.device,
-        p_query=queries,
-        p_low=low,
-        p_high=high,
-        p_visible=visible.view(torch.uint8) if visible is not None else low,
-        p_log_mass=log_mass,
-        p_lse=lse,
-        stride_qb=queries.stride(0),
-        stride_qh=queries.stride(1),
-        stride_qr=queries.stride(2),
-        stride_sb=low.stride(0),
-        stride_sh=low.stride(1),
-        stride_vb=visible.stride(0) if visible is not None else 0,
-        kv_heads=kv_heads,
-        query_rows=query_rows,
-        num_blocks=num_blocks,
-        tiles_per_split=triton.cdiv(tiles, splits),
-        scaling=scaling,
-        KEY_DIM=key_dim,
-        KEY_PAD=tile(key_dim),
-        BLOCK_SIZE=block_size,
-        BLOCK_PAD=tile(block_size, at_least=1),
-        TILE_BLOCKS=TILE_BOUNDS,
-        TILE_ROWS=tile_rows,
-        HAS_VISIBLE=visible is not None,
-        num_warps=4,
-        num_stages=2,
-    )
-    scores, best = launch_rank(log_mass, lse, rows, unseen=-1.0)
-    return scores, best, log_mass
-
-
-def _checked(
-    queries: torch.Tensor,
-    group: int,
-    num_blocks: int,
-    block_size: int | None,
-    visible: torch.Tensor | None,
-    arrays: dict[str, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Raise `ValueError` for what the kernels cannot take; queries and visible with contiguous last dimensions, and rows."""
-    check_devices(queries=queries, visible=visible, **arrays)
-    if queries.dim() != 4 or queries.dtype not in KERNEL_DTYPES:
-        raise ValueError(
-            f"queries must be [batch, kv_heads, group * rows, key_dim] in {KERNEL_DTYPES}, got {queries.dtype} "
-            f"{tuple(queries.shape)}"
-        )
-    batch, kv_heads, query_rows, key_dim = queries.shape
-    if key_dim > MAX_DIM:
-        raise ValueError(f"key_dim {key_dim} is above {MAX_DIM}")
-    if group < 1 or query_rows == 0 or query_rows % group:
-        raise ValueError(f"{query_rows} query rows are no multiple of the group, {group}")
-    if num_blocks < 1:
-        raise ValueError("there must be at least one block to score")
-    for name, array in arrays.items():
-        if array.shape[:2] != (batch, kv_heads):
-            raise ValueError(f"{name} has shape {tuple(array.shape)}; expected ({batch}, {kv_heads}, ...)")
-        dense = 1
-        for size, stride in zip(reversed(array.shape[2:]), reversed(array.stride()[2:]), strict=True):
-            if size > 1 and stride != dense:
-                raise ValueError(f"{name} must be contiguous within a KV head, got strides {array.stride()}")
-            dense *= size
-    if visible is not None:
-        check_shape("visible", visible, (batch, num_blocks, block_size))
-        if visible.dtype != torch.bool:
-            raise ValueError(f"visible must be bool, got {visible.dtype}")
-        if visible.shape[2] > MAX_DIM:
-            raise ValueError(f"blocks of {visible.shape[2]} tokens are above {MAX_DIM}")
-        if not visible[0].is_contiguous():
-            visible = visible.contiguous()
-    return unit_stride(queries), visible, query_rows // group
-
-
 def _score_packed(
     queries: torch.Tensor,
     codes: torch.Tensor,
@@ -456,7 +259,7 @@ def _score_packed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_blocks, block_size = codes.shape[2:4]
     arrays = {"codes": codes, "low": low, "step": step}
-    queries, visible, rows = _checked(queries, group, num_blocks, block_size, visible, arrays)
+    queries, visible, rows = check_scoring(queries, group, num_blocks, block_size, visible, arrays)
     batch, kv_heads, _, key_dim = queries.shape
     check_shape("codes", codes, (batch, kv_heads, num_blocks, block_size, -(-key_dim * bits // 8)))
     check_shape("low", low, (batch, kv_heads, num_blocks, key_dim))
@@ -512,35 +315,3 @@ def score_int1(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`score_int2` for the one-bit keys of `reference.quantise_int1`: codes [..., block_size, ceil(key_dim / 8)]."""
     return _score_packed(queries, codes, mean, deviation, 1, group, scaling, visible, splits)
-
-
-def score_minmax(
-    queries: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    group: int,
-    scaling: float,
-    visible: torch.Tensor | None = None,
-    splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`reference.score_minmax`: the same by channel-wise bounds (Quest, section 3.3).
-
-    Args:
-        low, high: [batch, kv_heads, blocks, key_dim] in the queries' dtype, contiguous within a KV head.
-
-    Returns:
-        As `score_int2`; log_mass is the upper bound of the scaled scores.
-
-    Raises:
-        ValueError: A shape, dtype or layout is none of these.
-    """
-    num_blocks = low.shape[2]
-    block_size = visible.shape[2] if visible is not None and visible.dim() == 3 else None
-    queries, visible, rows = _checked(queries, group, num_blocks, block_size, visible, {"low": low, "high": high})
-    check_shape("low", low, (*queries.shape[:2], num_blocks, queries.shape[3]))
-    check_shape("high", high, (*queries.shape[:2], num_blocks, queries.shape[3]))
-    if low.dtype != queries.dtype or high.dtype != queries.dtype:
-        raise ValueError(f"low and high must be {queries.dtype} as the queries, got {low.dtype} and {high.dtype}")
-    if low.stride() != high.stride():
-        raise ValueError(f"low and high must have the same strides, got {low.stride()} and {high.stride()}")
-    return _launch_minmax(queries, low, high, rows, scaling, visible, splits)
