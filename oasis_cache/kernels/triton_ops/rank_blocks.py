@@ -10,7 +10,7 @@ from oasis_cache.kernels.triton_ops.launch import launch, tile
 from oasis_cache.kernels.triton_ops.tiles import finite, head_of_program
 
 TILE_BLOCKS = 256  # blocks at a time
-TILE_ENTRIES = 8192  # of them and query heads
+TILE_ENTRIES = 4096  # of them and query heads
 
 
 @triton.jit(do_not_specialize=["rows", "num_blocks", "num_splits"])

@@ -128,7 +128,7 @@ def _launch(
         PLANE_PAD=tile(plane_dim, at_least=1),
         KIND=kind,
         **block_constants(block_size, kv_dim, kv.dtype),
-        num_warps=4,
+        num_warps=4 if block_size <= 64 else 8,
     )
 
 

@@ -5,7 +5,6 @@ One program attends a tile of query rows (new tokens x query group) of one KV he
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -38,18 +37,20 @@ class Tiling:
     num_warps: int
 
 
+WIDTHS = ((64, 64), (128, 128), (256, 128), (256, 256))  # of keys and values, padded
+
+
 def _tilings() -> dict[tuple[int, int, int, bool], Tiling]:
-    """All tilings that can be launched, by padded widths of keys and values, element size, and whether there are many rows."""
+    """All tilings that can be launched, by padded widths, element size, and whether there are many rows."""
     tilings = {}
-    for key_pad, value_pad, element_size in itertools.product((64, 128, 256), (64, 128, 256), (2, 4)):
-        tokens = tile(32768 // ((key_pad + value_pad) * element_size) + 1) // 2  # 32 KiB of keys and values or less
-        if element_size == 2:
-            tilings[key_pad, value_pad, 2, False] = Tiling(16, min(tokens, 128), 4)
-            tilings[key_pad, value_pad, 2, True] = Tiling(32, min(tokens, 64), 4)
-        else:  # no matrix units: the accumulators of 16 rows fill the registers
-            tilings[key_pad, value_pad, 4, False] = tilings[key_pad, value_pad, 4, True] = Tiling(
-                16, min(tokens, 32), 8
-            )
+    for key_pad, value_pad in WIDTHS:
+        tokens = 32768 // (key_pad + value_pad)  # 32 KiB of keys and values in float16 or less
+        tokens = min(64, 1 << (tokens // 2).bit_length() - 1)
+        tilings[key_pad, value_pad, 2, False] = Tiling(16, tokens, num_warps=4)
+        tilings[key_pad, value_pad, 2, True] = Tiling(32, tokens, num_warps=8)
+        # Without matrix units the accumulators of 16 rows fill the registers.
+        tilings[key_pad, value_pad, 4, False] = Tiling(16, max(16, tokens // 2), num_warps=8)
+        tilings[key_pad, value_pad, 4, True] = tilings[key_pad, value_pad, 4, False]
     return tilings
 
 
@@ -263,7 +264,7 @@ def _launch(
     batch, kv_heads, query_rows, _ = queries.shape
     value_dim = kv.shape[3] - key_dim
     device = queries.device
-    key_pad, value_pad = tile(key_dim, 64), tile(value_dim, 64)
+    key_pad, value_pad = next(width for width in WIDTHS if key_dim <= width[0] and value_dim <= width[1])
     tiling = TILINGS[key_pad, value_pad, kv.element_size(), query_rows > 16 and not is_hip(device)]
     row_tiles = triton.cdiv(query_rows, tiling.rows)
     token_tiles = triton.cdiv(num_tokens, tiling.tokens)
