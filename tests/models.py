@@ -14,18 +14,29 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import (
+    BloomConfig,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GptOssConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    MptConfig,
+    Phi3Config,
     PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    T5Config,
+    WhisperConfig,
 )
 
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
@@ -121,10 +132,101 @@ ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     ),
 }
 
+# Deeper models, and architectures that only some tests speak about; built as those above.
+FURTHER: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama-deep": (LlamaConfig, {"hidden_size": 64, "num_hidden_layers": 4}),
+    "gemma3-deep": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 6,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "gpt-oss-deep": (
+        GptOssConfig,
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "layer_types": _SLIDING_THEN_FULL * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3-next-deep": (
+        Qwen3NextConfig,
+        {
+            **ARCHITECTURES["qwen3-next"][1],
+            "num_hidden_layers": 8,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+        },
+    ),
+    "lfm2": (Lfm2Config, {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "jamba": (
+        JambaConfig,
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 4,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "falcon-h1": (
+        FalconH1Config,
+        {
+            "head_dim": 8,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 4,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "llama4": (
+        Llama4TextConfig,
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "phi3-long": (
+        Phi3Config,
+        {
+            "max_position_embeddings": 128,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0, 2.0, 3.0, 4.0],
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "bloom": (BloomConfig, {"n_layer": 2, "n_head": 4}),
+    "mpt": (MptConfig, {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 4096}),
+}
+
 
 def eager_only(name: str) -> bool:
     """Whether transformers runs the architecture rightly with its eager attention only (softcap or sinks, which sdpa drops)."""
-    return name in ("gemma2", "gpt-oss")
+    return name in ("gemma2", "gpt-oss", "gpt-oss-deep")
 
 
 @functools.cache
@@ -132,22 +234,113 @@ def build(name: str, attention: str | None = None, **options: Any) -> PreTrained
     """The tiny model of an architecture, the same weights at every call.
 
     Args:
-        name: A key of `ARCHITECTURES`.
+        name: A key of `ARCHITECTURES` or `FURTHER`.
         attention: The attention implementation; None: the model's own default.
         **options: Config fields to change (hashable ones).
     """
-    config_class, own = ARCHITECTURES[name]
+    config_class, own = ARCHITECTURES[name] if name in ARCHITECTURES else FURTHER[name]
     config = config_class(**{**_COMMON, **own, **options})
+    return from_config(config, transformers.AutoModelForCausalLM, attention)
+
+
+def from_config(config: PretrainedConfig, factory: Any, attention: str | None = None) -> PreTrainedModel:
+    """A model of a config, of one of transformers' auto classes, with weights drawn as described above."""
     if attention is not None:
         config._attn_implementation = attention
     generator = torch.Generator().manual_seed(20260)
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = factory.from_config(config)
     for parameter_name, parameter in model.named_parameters():
         _draw(parameter_name, parameter, generator)
     return model.float().eval().requires_grad_(False)
+
+
+@functools.cache
+def build_encoder_decoder(name: str) -> PreTrainedModel:
+    """A tiny T5 or Whisper ("t5", "whisper")."""
+    special = {"pad_token_id": PADDING, "decoder_start_token_id": 1, "eos_token_id": None, "bos_token_id": 1}
+    if name == "t5":
+        config = T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+            **special,
+        )
+        return from_config(config, transformers.AutoModelForSeq2SeqLM)
+    assert name == "whisper"
+    config = WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_mel_bins=8,
+        max_source_positions=40,
+        max_target_positions=256,
+        begin_suppress_tokens=None,
+        suppress_tokens=None,
+        **special,
+    )
+    return from_config(config, transformers.AutoModelForSpeechSeq2Seq)
+
+
+IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = 97, 98, 99, 100
+
+
+@functools.cache
+def build_vision(name: str) -> PreTrainedModel:
+    """A tiny Qwen2-VL or Gemma3 with images ("qwen2-vl", "gemma3-vision")."""
+    if name == "qwen2-vl":
+        text = {
+            **_COMMON,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        }
+        config: PretrainedConfig = Qwen2VLConfig(
+            text_config=text,
+            vision_config={
+                "depth": 1,
+                "embed_dim": 16,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+                "patch_size": 2,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 1,
+                "in_channels": 3,
+            },
+            image_token_id=IMAGE_TOKEN,
+            video_token_id=VIDEO_TOKEN,
+            vision_start_token_id=VISION_START,
+            vision_end_token_id=VISION_END,
+            tie_word_embeddings=False,
+        )
+    else:
+        assert name == "gemma3-vision"
+        config = Gemma3Config(
+            text_config={**_COMMON, **FURTHER["gemma3-deep"][1]},
+            vision_config={
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 2,
+            },
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE_TOKEN,
+            boi_token_index=VISION_START,
+            eoi_token_index=VISION_END,
+        )
+    return from_config(config, transformers.AutoModelForImageTextToText)
 
 
 @torch.no_grad()
