@@ -21,9 +21,10 @@ from oasis_cache.runtime import Runtime
 from oasis_cache.stats import PHASES, OasisStats, StepTrace
 
 _MAX_FRAMES = 24
+_MAX_MASK_FRAMES = 3  # the function that makes masks, with an EncoderDecoderCache in between
 
 
-class OasisCache(Cache):
+class OasisCache(DynamicCache):
     """A KV cache that keeps the complete KV in host memory and a small working set of blocks on the device.
 
     Contexts of at most `config.dense_tokens` tokens equal `DynamicCache`. On longer ones a forward of at most `sparse_rows` new
@@ -53,7 +54,9 @@ class OasisCache(Cache):
         self.runtime = Runtime.create(self.config)
         self.model_config: PretrainedConfig | None = None
         self._config_given = model_config is not None
-        super().__init__(layers=[])
+        Cache.__init__(
+            self, layers=[]
+        )  # a DynamicCache where `EncoderDecoderCache` and models ask for one, but with other layers
         if model_config is not None:
             self._adopt(model_config)
         install()
@@ -105,12 +108,117 @@ class OasisCache(Cache):
     def __getitem__(self, layer_idx: int) -> Any:
         raise TypeError("an OasisCache has no tuples of tensors to index: use cache.layers[i].dense_keys_and_values()")
 
+    def __iter__(self) -> Any:
+        raise TypeError(
+            "an OasisCache has no tuples of tensors to iterate: use layer.dense_keys_and_values() for cache.layers"
+        )
+
     def __bool__(self) -> bool:
-        return True
+        return not self._spared_by_longrope(sys._getframe(1))
+
+    def _spared_by_longrope(self, frame: FrameType) -> bool:
+        """Whether the caller, one of Phi-3's family, is about to replace this empty cache by one of its own for no reason.
+
+        `prepare_inputs_for_generation` of these models drops a cache when the sequence first exceeds the length up to which the
+        short rotary factors hold, because what the cache holds was rotated by them. It drops an empty cache too, which holds
+        nothing wrong. When there is something to drop, nothing here can keep it: then this cache says so and lets its memory go.
+        """
+        if frame.f_code.co_name != "prepare_inputs_for_generation":
+            return False
+        model, ids = frame.f_locals.get("self"), frame.f_locals.get("input_ids")
+        longest = getattr(getattr(model, "config", None), "original_max_position_embeddings", None)
+        if not isinstance(longest, int) or not isinstance(ids, torch.Tensor) or ids.shape[1] <= longest:
+            return False
+        held = int(self.get_seq_length())
+        if 0 < held <= longest:
+            self.runtime.warn_once(
+                f"{type(model).__name__} computes its keys anew when a sequence exceeds {longest} tokens, and goes on with a "
+                f"DynamicCache: this OasisCache lets its {held} tokens go and is empty from here on. A prompt of more than "
+                f"{longest} tokens stays in it"
+            )
+            self.reset()
+            return False
+        return held == 0
 
     @property
     def _oasis_layers(self) -> list[OasisLayer]:
         return [layer for layer in self.layers if isinstance(layer, OasisLayer)]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Length and offset of the keys that a forward of `query_length` new tokens has in a layer.
+
+        Raises:
+            ValueError: There are no new tokens, or the caller's 2D attention mask does not cover past and new tokens.
+                (transformers would hide what the mask leaves out, the new tokens.)
+        """
+        self._check_new_tokens(int(query_length), sys._getframe(1))
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held by a layer; by the first attention layer where layer 0 has none.
+
+        Raises:
+            ValueError: `generate` asks, and what it was given leaves it no new tokens to feed, or a mask that does not cover them.
+        """
+        length = super().get_seq_length(layer_idx)
+        frame = sys._getframe(1)
+        if length and frame.f_code.co_name == "_prefill":
+            self._check_prefill(int(length), frame.f_locals)
+        return length
+
+    def activate_past_recording(self) -> None:
+        """Let layers with a bounded memory keep what a crop may want back; `generate` calls it before assisted decoding.
+
+        Raises:
+            ValueError: Assisted decoding of transformers is about to feed the whole sequence again to a filled cache.
+        """
+        frame = sys._getframe(1)
+        past = int(super().get_seq_length()) if self.layers else 0
+        if past and frame.f_code.co_name == "_assisted_decoding":
+            ids, covered = frame.f_locals.get("input_ids"), _covered_tokens(frame.f_locals)
+            if isinstance(ids, torch.Tensor) and covered < past + ids.shape[1]:
+                raise ValueError(
+                    f"assisted decoding of transformers feeds all {ids.shape[1]} tokens again, although the cache holds {past} "
+                    "already: use custom_generate=LookaheadDecoding(...), which goes on where the cache ends, or reset() the cache"
+                )
+        super().activate_past_recording()
+
+    def _check_prefill(self, past: int, local: dict[str, Any]) -> None:
+        """Refuse what `generate` would do wrongly with a filled cache: its `_prefill` slices without looking at lengths."""
+        arguments, ids = local.get("model_kwargs") or {}, local.get("input_ids")
+        embeds = arguments.get("inputs_embeds") if local.get("use_inputs_embeds") else None
+        given = embeds if embeds is not None else ids
+        if not isinstance(given, torch.Tensor):
+            return
+        tokens, covered = given.shape[1], _covered_tokens(local)
+        if embeds is not None or covered == tokens:  # the whole sequence, of which the cache holds the beginning
+            if tokens <= past:
+                raise ValueError(f"no new tokens are left of the {tokens} given. {_how_to_go_on(past)}")
+        elif 0 <= covered < past + tokens:
+            raise ValueError(
+                f"the attention mask covers {covered} tokens, but {tokens} more come to the {past} in the cache. "
+                f"{_how_to_go_on(past)}"
+            )
+
+    def _check_new_tokens(self, rows: int, frame: FrameType | None) -> None:
+        """Refuse a forward of no tokens, or whose 2D mask leaves some out."""
+        past = int(super().get_seq_length()) if self.layers else 0
+        if past == 0:
+            return
+        if rows == 0:
+            raise ValueError(f"no new tokens are left to feed. {_how_to_go_on(past)}")
+        for _ in range(_MAX_MASK_FRAMES):
+            if frame is None:
+                return
+            mask = frame.f_locals.get("attention_mask")
+            if isinstance(mask, torch.Tensor):
+                if mask.dim() == 2 and mask.shape[1] < past + rows:
+                    raise ValueError(
+                        f"the attention mask covers {mask.shape[1]} tokens, but {rows} more come to the {past} in the cache. "
+                        f"{_how_to_go_on(past)}"
+                    )
+                return
+            frame = frame.f_back
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -288,6 +396,23 @@ def transformers_layers(model_config: PretrainedConfig) -> list[Any]:
     except KeyError as error:
         name = type(model_config).__name__
         raise ValueError(f"layer type {error} of {name} is not known to the installed transformers") from error
+
+
+def _how_to_go_on(past: int) -> str:
+    return (
+        f"The cache holds {past} tokens: pass the ids of the whole sequence, at least one more than that, or only new ids together "
+        "with an attention_mask over past and new tokens; or reset() the cache"
+    )
+
+
+def _covered_tokens(local: dict[str, Any]) -> int:
+    """Tokens that the attention mask of a running `generate` covers, given the local variables of its loop; -1: unknown."""
+    arguments = local.get("model_kwargs") or {}
+    mask = arguments.get("decoder_attention_mask" if "encoder_outputs" in arguments else "attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return mask.shape[1]
+    # from 5.24 on a mask of ones is taken away, and its length noted here
+    return int(getattr(local.get("generation_config"), "_mask_length", -1))
 
 
 def _caches_latents(model_config: PretrainedConfig) -> bool:
