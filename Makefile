@@ -29,7 +29,7 @@ SOURCES := oasis_cache tests $(wildcard eval examples)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-matrix fuzz needle lint format types clean $(OLDER_TRANSFORMERS:%=matrix-%)
+.PHONY: help demo test test-fast test-matrix fuzz gpu-check needle lint format types clean $(OLDER_TRANSFORMERS:%=matrix-%)
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ test-matrix: $(OLDER_TRANSFORMERS:%=matrix-%) $(VENV)/dev$(STAMP) ## The contrac
 
 fuzz: $(VENV)/dev$(STAMP) ## The property tests with many more examples than `make test` draws
 	$(OFFLINE) $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-show-statistics --timeout=0 $(ARGS)
+
+gpu-check: ## With an NVIDIA GPU: its tests, then measurements, in 8 minutes, with python3 as it is: installs nothing
+	$(OFFLINE) $(PYTHON) -m eval.bench.gpu $(ARGS)
 
 needle: $(VENV)/demo$(STAMP) ## Hide numbers at several depths of several contexts and count what is found
 	$(OFFLINE) $(BIN)/python -m eval.quality.needle $(ARGS)

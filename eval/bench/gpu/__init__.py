@@ -1,0 +1,1 @@
+"""What `make gpu-check` runs: the GPU tests, then measurements of the device path. See docs/gpu.md."""
