@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
 import warnings
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,7 @@ from oasis_cache.blocks import LayerShape
 from oasis_cache.config import OasisConfig
 from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
+from oasis_cache.selector import RowRoles
 from oasis_cache.stats import PHASES, OasisStats, StepTrace
 
 _MAX_FRAMES = 24
@@ -324,6 +327,35 @@ class OasisCache(DynamicCache):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def row_roles(self, decide: torch.Tensor, predict: torch.Tensor | None = None) -> Iterator[None]:
+        """Say which rows of the forwards inside choose blocks, where not all new tokens are worth it.
+
+        Without it every row of a sparse forward decides which blocks attention reads, drafts that will be rejected too: they share
+        the budget.
+
+        Args:
+            decide: [batch, rows] bool: rows whose blocks attention reads; at least one in each batch row.
+            predict: [batch, rows] bool: rows that rank blocks for the next step. Default: all.
+
+        Raises:
+            ValueError: A shape or dtype is wrong, or a batch row has no row that decides; later, in attention: a sparse forward of
+                another size.
+        """
+        predict = torch.ones_like(decide) if predict is None else predict
+        if decide.dim() != 2 or decide.shape != predict.shape or {decide.dtype, predict.dtype} != {torch.bool}:
+            raise ValueError(
+                f"row_roles takes two bool tensors [batch, rows], got {decide.dtype} {tuple(decide.shape)} and {predict.dtype} "
+                f"{tuple(predict.shape)}"
+            )
+        if not bool(decide.any(1).all()):
+            raise ValueError("row_roles: every batch row needs a row that decides")
+        before, self.runtime.roles = self.runtime.roles, RowRoles(decide, predict)
+        try:
+            yield
+        finally:
+            self.runtime.roles = before
 
     def stats(self) -> OasisStats:
         """What the cache did since construction or `reset()`, and what it holds now. Waits for the device."""

@@ -8,7 +8,7 @@ from typing import Any
 INDEX_NAMES = ("int2", "int1", "minmax", "exact", "recency")
 MISS_POLICIES = ("fetch", "skip")
 LOOKAHEAD_MODES = ("auto", "draft", "previous", "off")
-ENGINE_NAMES = ("auto", "sync", "threads", "simulated")
+ENGINE_NAMES = ("auto", "sync", "threads", "cuda", "simulated")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class OasisConfig:
         sparse_rows: A forward of at most this many new tokens on a filled cache is a sparse step; a longer one is streamed
             exactly.
         max_host_bytes: Most bytes of host memory for complete KV; None: what the machine (or its cgroup) has available.
-        engine: How blocks travel: `"auto"`, `"sync"`, `"threads"`, or `"simulated"` (tests).
+        engine: How blocks travel: `"auto"` (a side stream on a CUDA device, at once elsewhere), `"cuda"`, `"sync"`, `"threads"`,
+            or `"simulated"` (tests).
         stream_tokens: Tokens of past KV brought to the device at a time while a long forward is streamed.
         trace: Record selections per layer and step, for plots.
 
@@ -135,6 +136,11 @@ class OasisConfig:
     def window_tokens(self) -> int:
         """Capacity of the window behind the slots: recent blocks, the unsealed tail and the rows of one sparse step."""
         return self.recent_blocks * self.block_size + self.block_size - 1 + 2 * self.sparse_rows
+
+    @property
+    def num_staged_blocks(self) -> int:
+        """Blocks per KV head that prefetching may keep beside the slots (`on_miss="fetch"`)."""
+        return self.max_fetch_blocks
 
     @property
     def max_fetch_blocks(self) -> int:

@@ -11,21 +11,21 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from oasis_cache import kernels
 from oasis_cache.kernels import reference
 
-try:
-    from oasis_cache.kernels import numba_ops
-except ImportError:  # numba is optional: PyTorch's operations serve, more slowly
-    numba_ops = None  # type: ignore[assignment]
+Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class BlockIndex(ABC):
     """Summaries of sealed blocks, appended once, kept in arrays [batch, kv_heads, capacity, ...] that grow by doubling."""
 
     MIN_CAPACITY = 64
+    sealed_by_kernel = False  # whether `kernels.seal_blocks` makes the summaries on a device that has kernels
 
     def __init__(self) -> None:
         self.num_blocks = 0
+        self.block_size = 0
         self.arrays: dict[str, torch.Tensor] = {}
 
     def __deepcopy__(self, memo: dict) -> BlockIndex:
@@ -51,6 +51,28 @@ class BlockIndex(ABC):
             [batch, kv_heads, rows, num_blocks] float32, -inf for a block without a visible token.
         """
 
+    def score(
+        self,
+        queries: torch.Tensor,
+        group: int,
+        num_blocks: int,
+        scaling: float,
+        visible: torch.Tensor | None = None,
+    ) -> Scores:
+        """`log_mass` and what follows from it.
+
+        Args:
+            queries: [batch, kv_heads, group * rows, key_dim].
+            group: Query heads per KV head.
+
+        Returns:
+            Scores [batch, kv_heads, rows, num_blocks] as `reference.rank_rows` defines them, their maximum over rows
+            [batch, kv_heads, num_blocks], and the log-mass [batch, kv_heads, group * rows, num_blocks]; all float32.
+        """
+        log_mass = self.log_mass(queries, num_blocks, scaling, visible)
+        rows = reference.rank_rows(log_mass, group)
+        return rows, rows.amax(2), log_mass
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the summaries held, without spare capacity."""
@@ -65,19 +87,30 @@ class BlockIndex(ABC):
         count = keys.shape[2]
         if count == 0:
             return
-        needed = self.num_blocks + count
+        self.block_size = keys.shape[3]
+        first = self.num_blocks
         for name, new in self.summarise(keys).items():
-            array = self.arrays.get(name)
-            if array is None or array.shape[2] < needed:
-                capacity = max(
-                    needed, self.MIN_CAPACITY if array is None else array.shape[2] * 5 // 4 + self.MIN_CAPACITY
-                )
-                grown = new.new_empty(*new.shape[:2], capacity, *new.shape[3:])
-                if array is not None:
-                    grown[:, :, : self.num_blocks] = array[:, :, : self.num_blocks]
-                self.arrays[name] = array = grown
-            array[:, :, self.num_blocks : needed] = new
-        self.num_blocks = needed
+            self._room(name, new, count)[:, :, first : first + count] = new
+        self.num_blocks += count
+
+    def reserve(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays, with room for new blocks that `kernels.seal_blocks` will summarise: keys as in `append`."""
+        count = keys.shape[2]
+        self.block_size = keys.shape[3]
+        arrays = {name: self._room(name, like, count) for name, like in self.summarise(keys[:, :, :1]).items()}
+        self.num_blocks += count
+        return arrays
+
+    def _room(self, name: str, like: torch.Tensor, count: int) -> torch.Tensor:
+        """The array of that name, grown if need be to hold `count` more blocks like those of `like`."""
+        needed, array = self.num_blocks + count, self.arrays.get(name)
+        if array is None or array.shape[2] < needed:
+            capacity = max(needed, self.MIN_CAPACITY if array is None else array.shape[2] * 5 // 4 + self.MIN_CAPACITY)
+            grown = like.new_empty(*like.shape[:2], capacity, *like.shape[3:])
+            if array is not None:
+                grown[:, :, : self.num_blocks] = array[:, :, : self.num_blocks]
+            self.arrays[name] = array = grown
+        return array
 
     def truncate(self, num_blocks: int) -> None:
         self.num_blocks = min(self.num_blocks, num_blocks)
@@ -105,8 +138,21 @@ class ExactIndex(BlockIndex):
 class MinMaxIndex(BlockIndex):
     """Channel-wise minimum and maximum of a block's keys: an upper bound of its scores (Quest, section 3.3; OasisKV)."""
 
+    sealed_by_kernel = True
+
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"low": keys.amin(3), "high": keys.amax(3)}
+
+    def score(
+        self,
+        queries: torch.Tensor,
+        group: int,
+        num_blocks: int,
+        scaling: float,
+        visible: torch.Tensor | None = None,
+    ) -> Scores:
+        low, high = self.held("low", num_blocks), self.held("high", num_blocks)
+        return kernels.score_minmax(queries, low, high, group, scaling, visible)
 
     def log_mass(
         self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
@@ -117,20 +163,47 @@ class MinMaxIndex(BlockIndex):
 
 
 class Int2Index(BlockIndex):
-    """Packed 2-bit keys with a minimum and a step per block and channel (as KIVI quantises keys: per channel)."""
+    """Packed 2-bit keys with a minimum and a step per block and channel (as KIVI quantises keys: per channel).
+
+    Codes lie as the device's scoring wants them: "codes" as `reference.pack_codes` packs them, or "words" for numba.
+    """
+
+    sealed_by_kernel = True
 
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         codes, low, step = reference.quantise_int2(keys)
-        return {"codes": codes, "low": low, "step": step}
+        compiled = kernels.numba_for(keys.device)
+        if compiled is None:
+            return {"codes": codes, "low": low, "step": step}
+        words = compiled.pack_words(reference.unpack_codes(codes, 2, keys.shape[-1]))
+        return {"words": words, "low": low, "step": step}
 
     def log_mass(
         self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if visible is None and queries.device.type == "cpu" and numba_ops is not None:
-            whole = self.arrays
-            return numba_ops.log_mass_int2(queries, whole["codes"], whole["low"], whole["step"], num_blocks, scaling)
+        if "words" in self.arrays:
+            return self.score(queries, 1, num_blocks, scaling, visible)[2]
         codes, low, step = (self.held(name, num_blocks) for name in ("codes", "low", "step"))
         return reference.log_mass_int2(queries, codes, low, step, scaling, visible)
+
+    def score(
+        self,
+        queries: torch.Tensor,
+        group: int,
+        num_blocks: int,
+        scaling: float,
+        visible: torch.Tensor | None = None,
+    ) -> Scores:
+        if "words" in self.arrays:
+            compiled = kernels.numba_for(queries.device)
+            assert compiled is not None, "words were packed for numba"
+            words, low, step = (self.arrays[name] for name in ("words", "low", "step"))
+            scores: Scores = compiled.score_int2(
+                queries, words, low, step, num_blocks, self.block_size, group, scaling, visible
+            )
+            return scores
+        codes, low, step = (self.held(name, num_blocks) for name in ("codes", "low", "step"))
+        return kernels.score_int2(queries, codes, low, step, group, scaling, visible)
 
 
 class Int1Index(BlockIndex):
@@ -145,6 +218,17 @@ class Int1Index(BlockIndex):
     ) -> torch.Tensor:
         codes, mean, deviation = (self.held(name, num_blocks) for name in ("codes", "mean", "deviation"))
         return reference.log_mass_int1(queries, codes, mean, deviation, scaling, visible)
+
+    def score(
+        self,
+        queries: torch.Tensor,
+        group: int,
+        num_blocks: int,
+        scaling: float,
+        visible: torch.Tensor | None = None,
+    ) -> Scores:
+        codes, mean, deviation = (self.held(name, num_blocks) for name in ("codes", "mean", "deviation"))
+        return kernels.score_int1(queries, codes, mean, deviation, group, scaling, visible)
 
 
 class RecencyIndex(BlockIndex):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -20,17 +19,15 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from oasis_cache import kernels
+from oasis_cache.attend import attend_sparse, attend_streamed
 from oasis_cache.attention import KVView
-from oasis_cache.blocks import FetchPlan, LayerShape, as_blocks, pack_kv
+from oasis_cache.blocks import LayerShape, as_blocks, pack_kv
 from oasis_cache.index import BlockIndex, make_index
-from oasis_cache.kernels import reference
-from oasis_cache.masks import AttentionMask
 from oasis_cache.pool import WorkingSet
+from oasis_cache.residency import Residency
 from oasis_cache.runtime import Runtime
-from oasis_cache.selector import BlockScores, choose_blocks, predict_scores, refine_by_attention, score_blocks
 from oasis_cache.stats import LayerCounters, StepTrace
 from oasis_cache.store import HostStore, slab_sizes
-from oasis_cache.transfer import Transfer
 
 _T = TypeVar("_T")
 
@@ -59,18 +56,20 @@ class OasisLayer(CacheLayerMixin):
         self.config = runtime.config
         self.counters = LayerCounters()
         self.trace: list[StepTrace] = []
-        self.generation = 0
-        self.flying: Transfer | None = None  # the prefetch in flight
-        self.working_set: WorkingSet | None = None
-        self._late = False
-        self._absent = self._missed = torch.zeros(0)
+        self.residency: Residency | None = None
         self._forget()
 
+    @property
+    def working_set(self) -> WorkingSet | None:
+        """Slots and window; None while the layer is dense."""
+        return None if self.residency is None else self.residency.working_set
+
     def _forget(self) -> None:
-        self._disturb()
+        if self.residency is not None:
+            self.residency.call_off()
         self.shape: LayerShape | None = None
         self.dense: torch.Tensor | None = None  # [batch, kv_heads, capacity, kv_dim]
-        self.working_set = None
+        self.residency = None
         self.index: BlockIndex | None = None
         self.store: HostStore | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -82,12 +81,14 @@ class OasisLayer(CacheLayerMixin):
     @_outside_autograd
     def __deepcopy__(self, memo: dict) -> OasisLayer:
         self._commit()
-        self._land_prefetched()
+        if self.residency is not None:
+            self.residency.land()
         twin = copy.copy(self)
         twin.runtime = copy.deepcopy(self.runtime, memo)
         twin.counters, twin.trace = copy.deepcopy(self.counters), list(self.trace)
         twin.dense = None if self.dense is None else self.dense.clone()
-        for name in ("working_set", "index", "store"):
+        memo[id(self.counters)] = twin.counters
+        for name in ("residency", "index", "store"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
 
@@ -281,17 +282,24 @@ class OasisLayer(CacheLayerMixin):
         )
 
     def _open_pages(self) -> None:
-        config, shape = self.config, self.shape
-        num_staged = config.max_fetch_blocks if config.on_miss == "fetch" and self._prefetches else 0
-        self.working_set = WorkingSet(shape, config.block_size, config.num_slots, config.window_tokens, num_staged)
-        self.index = make_index(config.index)
-        self.store = HostStore(self.runtime.memory, shape, config.block_size)
+        self.index = make_index(self.config.index)
+        self.store = HostStore(self.runtime.memory, self.shape, self.config.block_size)
+        self.residency = Residency(self.runtime, self.shape, self.store, self.counters)
 
     def _seal(self, kv: torch.Tensor) -> None:
         """Enter the next whole blocks [batch, kv_heads, blocks * block_size, kv_dim] in the store and the index."""
         blocks = as_blocks(kv, self.config.block_size)
-        self.counters.bytes_written += self.store.append(blocks)
-        self.index.append(blocks[..., : self.shape.key_dim])
+        keys = blocks[..., : self.shape.key_dim]
+        if blocks.shape[2] and kernels.uses_triton(kv.device) and self.store.device_readable:
+            addresses, first = self.store.reserve(blocks.shape[2]), self.index.num_blocks
+            summaries = self.index.reserve(keys) if self.index.sealed_by_kernel else {}
+            kernels.seal_blocks(blocks, self.shape.key_dim, addresses, summaries, first)
+            if not summaries:
+                self.index.append(keys)
+        else:
+            self.store.append(blocks)
+            self.index.append(keys)
+        self.counters.bytes_written += blocks.numel() * blocks.element_size()
         if self.runtime.memory.pin_failure is not None:
             self.runtime.warn_once(self.runtime.memory.pin_failure)
 
@@ -332,176 +340,11 @@ class OasisLayer(CacheLayerMixin):
         mask = self.runtime.masks.normalise(attention_mask, rows, total, sliding_window, is_causal, query.device)
         if self.phase == "sparse" and not mask.causal:
             self._recount("streamed")
-        if self.phase == "streamed":
-            out = self._attend_streamed(query, mask, scaling, softcap, sinks)
-        else:
-            out = self._attend_sparse(query, mask, scaling, softcap, sinks)
+        attend = attend_streamed if self.phase == "streamed" else attend_sparse
+        out = attend(self, query, mask, scaling, softcap, sinks)
         return out.transpose(1, 2).contiguous()
 
-    def _attend_sparse(
-        self,
-        query: torch.Tensor,
-        mask: AttentionMask,
-        scaling: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        config, shape, working_set = self.config, self.shape, self.working_set
-        batch, query_heads, rows, _ = query.shape
-        group = query_heads // shape.kv_heads
-        queries = query.reshape(batch, shape.kv_heads, group * rows, -1)
-        num_blocks = working_set.window_start // config.block_size
-        visible = mask.visible_tokens(working_set.window_start)
-        if visible is not None:
-            visible = visible.unflatten(1, (num_blocks, config.block_size))
-        scores = score_blocks(self.index, queries, group, num_blocks, scaling, visible)
-        self._land_prefetched()
-        demanded = config.on_miss == "fetch" or working_set.has_empty_slots
-        if demanded:
-            self._demand(choose_blocks(scores.best, config.num_slots, config.sink_blocks), num_blocks)
-        self._count_sparse(rows)
-        if config.trace and config.on_miss == "fetch":
-            self._record(rows)
-        token_mask = mask.gather(working_set.token_positions(), group) if mask.values is not None else None
-        inputs = (queries, working_set.kv, shape.key_dim, working_set.num_tokens, rows, scaling, token_mask, softcap)
-        sinks = None if sinks is None else sinks.view(shape.kv_heads, group)
-        if config.on_miss == "fetch":
-            out = kernels.sparse_attention(*inputs, sinks)
-            if self._prefetches:
-                prediction = predict_scores(scores, config.lookahead)
-                self._prefetch(working_set.want_staged(prediction, self.generation), working_set.staging)
-        else:
-            out, lse, mass = kernels.sparse_attention_with_mass(*inputs, sinks)
-            mass = mass[..., : working_set.slot_tokens].unflatten(-1, (config.num_slots, config.block_size)).sum(-1)
-            prediction = refine_by_attention(scores, lse, mass, working_set.block_of_slot, group, config.lookahead)
-            wanted = choose_blocks(prediction, config.num_slots, config.sink_blocks)
-            if not demanded:
-                self._count_skipped(scores, num_blocks)
-            if config.trace:
-                self._record(rows)
-            plan = working_set.want(wanted, num_blocks, config.max_fetch_blocks, self.generation)
-            self._prefetch(plan, working_set.slots)
-        return out.to(query.dtype).view(batch, query_heads, rows, shape.value_dim)
-
-    @property
-    def _prefetches(self) -> bool:
-        """Whether blocks are prefetched in `on_miss="fetch"`: by default only if copies really run beside the computation."""
-        mode = self.config.lookahead
-        return (
-            mode != "off" and self.config.max_fetch_blocks > 0 and (mode != "auto" or self.runtime.engine.asynchronous)
-        )
-
-    def _demand(self, wanted: torch.Tensor, num_blocks: int) -> None:
-        """Bring the wanted blocks into slots, from the staging area or the host tier, and wait for them."""
-        plan = self.working_set.want(wanted, num_blocks, self.config.num_slots, self.generation)
-        absent = plan.mask.sum(2)
-        if self.working_set.staging.shape[2]:
-            plan, staged = self.working_set.take_staged(plan)
-            self.counters.prefetched_used += staged
-            if self._late:
-                self.counters.late += staged
-        missed = plan.mask.sum(2)
-        self._count_wanted(wanted, absent, missed)
-        self._wait(self.runtime.engine.submit(plan, self.store, self.working_set.slots))
-        self.counters.blocks_fetched += missed.sum()
-
-    def _prefetch(self, plan: FetchPlan, target: torch.Tensor) -> None:
-        """Send for predicted blocks; the next sparse step of this layer lands them."""
-        count = plan.mask.sum()
-        self.counters.prefetched += count
-        self.counters.blocks_fetched += count
-        self.flying = self.runtime.engine.submit(plan, self.store, target)
-
-    def _land_prefetched(self) -> None:
-        """Wait for what the last step sent for."""
-        self._late = False
-        if self.flying is not None:
-            self._late = not self.runtime.engine.ready(self.flying)
-            self._wait(self.flying)
-            self.flying = None
-
-    def _wait(self, transfer: Transfer) -> None:
-        started = time.perf_counter()
-        self.runtime.engine.wait(transfer)
-        self.counters.stall_seconds += time.perf_counter() - started
-
-    def _disturb(self) -> None:
-        """Before tables or stores change under a transfer: call it off, and make older plans worthless."""
-        self.generation += 1
-        if self.flying is not None:
-            self.runtime.engine.cancel(self.flying)
-            self.flying = None
-            self.counters.dropped += 1
-        if self.working_set is not None:
-            self.working_set.forget_staged()
-            if self.config.on_miss == "skip":
-                self.working_set.forget_from(0)
-
-    def _count_skipped(self, scores: BlockScores, num_blocks: int) -> None:
-        """Count which of the blocks that the current rows want most were resident when attention read."""
-        wanted = choose_blocks(scores.best, self.config.num_slots, self.config.sink_blocks)
-        held = self.working_set.block_of_slot
-        resident = torch.zeros(*wanted.shape[:2], num_blocks, dtype=torch.bool, device=wanted.device)
-        missed = (~resident.scatter_(2, held.clamp_min(0), True).gather(2, wanted)).sum(2)
-        self._count_wanted(wanted, missed, missed)
-
-    def _count_wanted(self, wanted: torch.Tensor, absent: torch.Tensor, missed: torch.Tensor) -> None:
-        self.counters.selected += wanted.numel()
-        self.counters.absent += absent.sum()
-        self.counters.misses += missed.sum()
-        self._absent, self._missed = absent, missed
-
-    def _record(self, rows: int) -> None:
-        """Enter the current sparse step in the trace."""
-        selected = self.working_set.block_of_slot.sort(dim=2).values.to("cpu", torch.int32)
-        absent, missed = (part.to("cpu", torch.int32) for part in (self._absent, self._missed))
-        window_block = self.working_set.window_start // self.config.block_size
-        self.trace.append(StepTrace(self.length, rows, window_block, selected, absent, missed))
-
-    def _count_sparse(self, rows: int) -> None:
-        block_size, window = self.config.block_size, self.working_set
-        recent = self.store.num_blocks - window.window_start // block_size
-        blocks = self.config.num_slots + recent
-        self.counters.tokens_read_max = max(self.counters.tokens_read_max, blocks * block_size)
-        self.counters.blocks_read += blocks * self.shape.batch * self.shape.kv_heads
-
-    def _attend_streamed(
-        self,
-        query: torch.Tensor,
-        mask: AttentionMask,
-        scaling: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Exact attention over everything, past blocks brought through in pieces and merged by their log-sum-exp."""
-        shape, rows = self.shape, query.shape[2]
-        batch, query_heads = query.shape[:2]
-        queries = query.reshape(batch, shape.kv_heads, -1, shape.key_dim)  # group * rows
-        group = query_heads // shape.kv_heads
-        parts, position = [], 0
-        for kv in self._pieces():
-            stop = position + kv.shape[2]
-            columns = mask.columns(position, stop, shape.kv_heads)
-            if columns is None and mask.causal and stop > self.get_seq_length() - rows:
-                causal = reference.causal_rows(rows, self.get_seq_length(), kv.device)[:, position:stop]
-                columns = causal[None, None]
-            if columns is not None and columns.shape[2] == rows and group > 1 and not mask.per_head:
-                columns = columns.repeat(1, 1, group, 1)
-            parts.append(
-                kernels.attention(
-                    queries, kv[..., : shape.key_dim], kv[..., shape.key_dim :], scaling, columns, softcap
-                )
-            )
-            if len(parts) == 2:
-                parts = [reference.merge(parts)]
-            position = stop
-        out, lse = parts[0]
-        out, lse = out.view(batch, query_heads, rows, -1), lse.view(batch, query_heads, rows)
-        if sinks is not None:
-            out = reference.apply_sinks(out, lse, sinks)
-        return out.to(query.dtype)
-
-    def _pieces(self) -> Iterator[torch.Tensor]:
+    def pieces(self) -> Iterator[torch.Tensor]:
         """All tokens in order, on the device, a bounded number at a time: [batch, kv_heads, tokens, kv_dim] each."""
         step = self.config.stream_tokens
         if self.working_set is not None:
@@ -510,7 +353,7 @@ class OasisLayer(CacheLayerMixin):
             for block in range(0, window_block, blocks_at_a_time):
                 kv = self.store.read_range(block, min(block + blocks_at_a_time, window_block))
                 self.counters.bytes_streamed += kv.numel() * kv.element_size()
-                yield kv.to(self.shape.device, non_blocking=True)
+                yield kv
             yield self.working_set.window
         elif self.length:
             yield from self.dense[:, :, : self.length].split(step, dim=2)
@@ -526,7 +369,7 @@ class OasisLayer(CacheLayerMixin):
 
     def dense_kv(self) -> torch.Tensor:
         """All tokens, gathered on the device: [batch, kv_heads, tokens, kv_dim]. The one operation that is not bounded."""
-        return torch.cat(list(self._pieces()), dim=2)
+        return torch.cat(list(self.pieces()), dim=2)
 
     def fall_back(self, part: str, cause: str) -> torch.Tensor:
         """The dense keys or values for an operation that cannot work on a view; warned about and counted."""
@@ -564,7 +407,7 @@ class OasisLayer(CacheLayerMixin):
         if keep == self.length:
             return
         if self.working_set is not None and (keep <= self.config.dense_tokens or self._window_moves_back(keep)):
-            self._disturb()
+            self.residency.call_off()
         if keep == 0:
             self._forget()
         elif self.working_set is None:
@@ -576,13 +419,13 @@ class OasisLayer(CacheLayerMixin):
 
     def _leave_pages(self, keep: int) -> None:
         kv = torch.cat(list(self._pieces_until(keep)), dim=2)[:, :, :keep]
-        self.working_set = self.index = self.store = None
+        self.residency = self.index = self.store = None
         self.dense, self.length = None, 0
         self._append_dense(kv)
 
     def _pieces_until(self, keep: int) -> Iterator[torch.Tensor]:
         position = 0
-        for kv in self._pieces():
+        for kv in self.pieces():
             if position < keep:
                 yield kv
             position += kv.shape[2]
@@ -593,7 +436,7 @@ class OasisLayer(CacheLayerMixin):
         if self._window_moves_back(keep):  # sealed blocks become recent again
             start, stop = self._window_block(whole), min(-(-keep // block_size), working_set.window_start // block_size)
             kept = working_set.window[:, :, : max(0, keep - working_set.window_start)]
-            kv = torch.cat([self.store.read_range(start, stop).to(self.shape.device), kept], dim=2)
+            kv = torch.cat([self.store.read_range(start, stop), kept], dim=2)
             working_set.forget_from(start)
             working_set.replace_window(kv[:, :, : keep - start * block_size], start * block_size)
         else:
@@ -612,12 +455,10 @@ class OasisLayer(CacheLayerMixin):
         self._commit()
         if self.get_seq_length() == 0:
             return
-        self._land_prefetched()  # what is on its way is for rows that move along with it
-        self.generation += 1
         if self.dense is not None:
             self.dense = self.dense.index_select(0, rows.to(self.dense.device))
-        if self.working_set is not None:
-            self.working_set.select_rows(rows)
+        if self.residency is not None:
+            self.residency.select_rows(rows)
             self.index.select_rows(rows)
             self.store.select_rows(rows.cpu())
         self.shape = LayerShape(

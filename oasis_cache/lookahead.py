@@ -284,7 +284,8 @@ class _Run:
         stop = self.cached + rows
         ids = sequences.lay_out(drafts, stop)
         keep = rows if not self.decoding.accept else rows - min(known.values()) + 1
-        logits = self._forward(ids, rows, keep).logits
+        with self._roles(rows, [known.get(row, 1) for row in range(len(drafts))], [d.numel() for d in drafts]):
+            logits = self._forward(ids, rows, keep).logits
         self.report.forwards += 1
         self.report.query_rows += rows
         self.report.drafted += sum(draft.numel() for draft in drafts)
@@ -297,6 +298,24 @@ class _Run:
             final = self.cached + 1
         self.cache.crop(final - stop)
         self.cached = final
+
+    def _roles(self, rows: int, known: list[int], drafted: list[int]) -> contextlib.AbstractContextManager[None]:
+        """Tell an `OasisCache` which of the next forward's rows are worth blocks.
+
+        Args:
+            rows: Query rows per sequence.
+            known, drafted: Of each sequence: rows with final tokens, and behind them rows with drafts; the rest is filler.
+        """
+        if not isinstance(self.cache, OasisCache):
+            return contextlib.nullcontext()
+        numbers = torch.arange(rows)
+        certain = (
+            numbers < torch.tensor(known).unsqueeze(1) if self.decoding.accept else (numbers < 1).expand(len(known), -1)
+        )
+        real = numbers < (torch.tensor(known) + torch.tensor(drafted)).unsqueeze(1)
+        device = self.sequences.tokens.device
+        decide = real if self.decoding.accept else certain
+        return self.cache.row_roles(decide.to(device), (real | certain).to(device))
 
     def _draft(self) -> list[torch.Tensor]:
         sequences = self.sequences

@@ -10,8 +10,8 @@ import copy
 
 import torch
 
+from oasis_cache import kernels
 from oasis_cache.blocks import FetchPlan, LayerShape
-from oasis_cache.kernels import reference
 
 
 class WorkingSet:
@@ -153,12 +153,8 @@ class WorkingSet:
         Returns:
             The plan without them, and their number (a device scalar).
         """
-        match = plan.blocks.unsqueeze(-1) == self.block_of_staged.unsqueeze(2)  # [batch, kv_heads, entries, staged]
-        match &= plan.mask.unsqueeze(-1)
-        rows, heads, entries, staged = match.nonzero(as_tuple=True)
-        self.slots[rows, heads, plan.slots[rows, heads, entries]] = self.staging[rows, heads, staged]
-        found = match.any(-1)
-        return FetchPlan(plan.blocks, plan.slots, plan.mask & ~found, plan.generation), found.sum()
+        left = kernels.take_blocks(plan.blocks, plan.slots, plan.mask, self.block_of_staged, self.staging, self.slots)
+        return FetchPlan(plan.blocks, plan.slots, left, plan.generation), (plan.mask ^ left).sum()
 
     def token_positions(self) -> torch.Tensor:
         """Sequence position of each token in use: [batch, kv_heads, num_tokens] int64; empty slots hold negative ones."""
@@ -193,9 +189,5 @@ def _want(
     generation: int,
 ) -> FetchPlan:
     """`delta_select` on a table of held blocks [batch, kv_heads, entries], which is brought up to date in place."""
-    blocks, slots, mask = reference.delta_select(wanted, held, last_wanted, num_blocks, max_fetch)
-    held.scatter_(2, slots, torch.where(mask, blocks, held.gather(2, slots)))
-    is_wanted = torch.zeros(*wanted.shape[:2], num_blocks + 1, dtype=torch.bool, device=wanted.device)
-    is_wanted.scatter_(2, wanted, True)
-    last_wanted.masked_fill_(is_wanted.gather(2, held.masked_fill(held < 0, num_blocks)), clock)
+    blocks, slots, mask = kernels.delta_select(wanted, held, last_wanted, num_blocks, max_fetch, clock)
     return FetchPlan(blocks, slots, mask, generation)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from oasis_cache.config import OasisConfig
 from oasis_cache.masks import MaskMemo
+from oasis_cache.selector import RowRoles
 from oasis_cache.store import HostMemory
 from oasis_cache.transfer import TransferEngine, make_engine
 
@@ -24,6 +25,7 @@ class Runtime:
     memory: HostMemory
     messages: dict[str, None] = field(default_factory=dict)
     masks: MaskMemo = field(default_factory=MaskMemo)
+    roles: RowRoles | None = None
     closed: bool = False
 
     @classmethod
@@ -32,6 +34,19 @@ class Runtime:
 
     def __deepcopy__(self, memo: dict) -> Runtime:
         return Runtime(self.config, self.engine, self.memory, dict(self.messages), closed=self.closed)
+
+    def roles_of(self, batch: int, rows: int) -> RowRoles | None:
+        """What `OasisCache.row_roles` said of the current forward's rows.
+
+        Raises:
+            ValueError: It said so for a forward of another size.
+        """
+        if self.roles is not None and self.roles.decide.shape != (batch, rows):
+            raise ValueError(
+                f"row_roles were given for {tuple(self.roles.decide.shape)} batch rows and new tokens, but the forward has "
+                f"{(batch, rows)}"
+            )
+        return self.roles
 
     def warn_once(self, message: str) -> None:
         """Warn, unless this cache said the same before."""

@@ -7,7 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from oasis_cache.index import BlockIndex
-from oasis_cache.kernels import reference
+
+
+@dataclass(frozen=True)
+class RowRoles:
+    """Which rows of a forward have a say, for loops that know more of their rows than that they are tokens.
+
+    Attributes:
+        decide: [batch, rows] bool: rows whose blocks attention reads; at least one in each batch row.
+        predict: [batch, rows] bool: rows that rank blocks for the next step.
+    """
+
+    decide: torch.Tensor
+    predict: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -16,16 +28,17 @@ class BlockScores:
 
     Attributes:
         rows: [batch, kv_heads, rows, blocks] float32 in [0, 1], mean over the query group; -1 for blocks a row may not see.
+        best: [batch, kv_heads, blocks]: the maximum over the rows that decide.
+        predicted: The maximum over the rows that predict.
         log_mass: [batch, kv_heads, group * rows, blocks] float32, log-sum-exp of the estimated scores.
+        roles: None: all rows decide and predict.
     """
 
     rows: torch.Tensor
+    best: torch.Tensor
+    predicted: torch.Tensor
     log_mass: torch.Tensor
-
-    @property
-    def best(self) -> torch.Tensor:
-        """[batch, kv_heads, blocks]: the maximum over rows."""
-        return self.rows.amax(2)
+    roles: RowRoles | None = None
 
 
 def score_blocks(
@@ -35,6 +48,7 @@ def score_blocks(
     num_blocks: int,
     scaling: float,
     visible: torch.Tensor | None = None,
+    roles: RowRoles | None = None,
 ) -> BlockScores:
     """Score the blocks before the window.
 
@@ -44,8 +58,15 @@ def score_blocks(
         num_blocks: Blocks before the window, the candidates.
         visible: [batch, num_blocks, block_size] bool, False for padding; None: all tokens are real.
     """
-    log_mass = index.log_mass(queries, num_blocks, scaling, visible)
-    return BlockScores(reference.rank_rows(log_mass, group), log_mass)
+    rows, best, log_mass = index.score(queries, group, num_blocks, scaling, visible)
+    if roles is None:
+        return BlockScores(rows, best, best, log_mass)
+    return BlockScores(rows, _best_of(rows, roles.decide), _best_of(rows, roles.predict), log_mass, roles)
+
+
+def _best_of(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The maximum over the chosen rows [batch, rows] of scores [batch, kv_heads, rows, blocks]."""
+    return rows.masked_fill(~chosen[:, None, :, None], -1.0).amax(2)
 
 
 def choose_blocks(scores: torch.Tensor, count: int, sink_blocks: int) -> torch.Tensor:
@@ -70,7 +91,7 @@ def predict_scores(scores: BlockScores, mode: str) -> torch.Tensor:
         mode: `"draft"`: all rows, the drafts above all (OasisKV, its lookahead row); `"previous"`: the newest token that is
             certain, row 0; `"auto"`: as `"draft"`.
     """
-    return scores.rows[:, :, 0] if mode == "previous" else scores.best
+    return scores.rows[:, :, 0] if mode == "previous" else scores.predicted
 
 
 def refine_by_attention(
@@ -98,4 +119,6 @@ def refine_by_attention(
     held = block_of_slot.clamp_min(0).unsqueeze(2).expand(-1, -1, would.shape[2], -1)
     would = would.scatter(3, held, torch.where(block_of_slot.unsqueeze(2) >= 0, mass, would.gather(3, held)))
     would = would.masked_fill(scores.rows < 0, -1.0)
-    return would[:, :, 0] if mode == "previous" else would.amax(2)
+    if mode == "previous":
+        return would[:, :, 0]
+    return would.amax(2) if scores.roles is None else _best_of(would, scores.roles.predict)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from oasis_cache import kernels
 from oasis_cache.blocks import LayerShape
 
 
@@ -92,10 +93,12 @@ class HostMemory:
             return None
 
     def release(self, slab: torch.Tensor) -> None:
+        """Take a slab off the account. A device may still be reading or writing it: that is waited for."""
         with self._lock:
             self.reserved_bytes -= slab.numel()
             if slab.is_pinned():
                 self.pinned_bytes -= slab.numel()
+                torch.cuda.synchronize()
 
 
 def slab_sizes(page_bytes: int, num_missing: int, num_used: int) -> list[int]:
@@ -175,6 +178,13 @@ class PageAllocator:
             pages_taken = torch.tensor(taken, dtype=torch.int64).view(-1, 2)
             return pages_taken[:, 0], pages_taken[:, 1]
 
+    def addresses(self, slab_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Where pages begin in this process's memory: [n] slab numbers and offsets -> [n] int64."""
+        bases = torch.empty_like(slab_ids)
+        for number, where in _runs(slab_ids):
+            bases[where] = self.slabs[number].data_ptr()
+        return bases + offsets * self.page_bytes
+
     def share(self, slab_ids: torch.Tensor, offsets: torch.Tensor) -> None:
         """One more reference to each page listed (a page may be listed several times)."""
         with self._lock:
@@ -205,30 +215,6 @@ class PageAllocator:
             assert all((references[offset] == 0) == (offset in set(free)) for offset in range(len(references)))
 
 
-@dataclass(frozen=True)
-class BlockAddresses:
-    """Blocks of single KV heads by slab, looked up once: reading them needs no table and may happen in another thread.
-
-    Attributes:
-        parts: (slab, positions in the result or None for all, page offsets, heads) per slab.
-        shape: Of the result, [blocks, block_size, kv_dim].
-    """
-
-    parts: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]]
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-
-    def read(self) -> torch.Tensor:
-        """[blocks, block_size, kv_dim] in host memory."""
-        if len(self.parts) == 1 and self.parts[0][1] is None:
-            slab, _, offsets, heads = self.parts[0]
-            return slab[offsets, heads]
-        out = torch.empty(self.shape, dtype=self.dtype)
-        for slab, where, offsets, heads in self.parts:
-            out[where] = slab[offsets, heads]
-        return out
-
-
 class HostStore:
     """All sealed blocks of one layer: a page table over shared pages. The interface that every tier offers."""
 
@@ -240,6 +226,7 @@ class HostStore:
         )
         self._slab_ids = torch.empty(shape.batch, 0, dtype=torch.int64)  # [batch, capacity]
         self._offsets = torch.empty(shape.batch, 0, dtype=torch.int64)
+        self._addresses = torch.empty(shape.batch, 0, dtype=torch.int64, device=shape.device)
         self.num_blocks = 0
 
     def __deepcopy__(self, memo: dict) -> HostStore:
@@ -251,6 +238,7 @@ class HostStore:
             self.num_blocks,
         )
         copy._slab_ids, copy._offsets = self._slab_ids.clone(), self._offsets.clone()
+        copy._addresses = self._addresses.clone()
         self.pages.share(*self._table())
         return copy
 
@@ -274,6 +262,31 @@ class HostStore:
         """Bytes of new slabs that appending `num_blocks` blocks would reserve."""
         return sum(self.pages.slab_sizes(self.batch * num_blocks))
 
+    @property
+    def device_readable(self) -> bool:
+        """Whether the layer's device reads and writes the pages itself: they lie in its memory, or are page-locked."""
+        return self.shape.device.type == "cpu" or self.pages.memory.pin_failure is None
+
+    @property
+    def addresses(self) -> torch.Tensor:
+        """[batch, num_blocks] int64 on the layer's device: where each block's page [kv_heads, block_size, kv_dim] begins.
+
+        Pages are immutable and stay where they are until `truncate` or the store's end.
+        """
+        return self._addresses[:, : self.num_blocks]
+
+    def reserve(self, count: int) -> torch.Tensor:
+        """Enter `count` new blocks per batch row behind the existing ones; the caller fills the pages at the addresses returned."""
+        slab_ids, offsets = self.pages.allocate(self.batch * count)
+        addresses = self.pages.addresses(slab_ids, offsets)
+        self._grow(self.num_blocks + count)
+        new = slice(self.num_blocks, self.num_blocks + count)
+        self._slab_ids[:, new] = slab_ids.view(self.batch, count)
+        self._offsets[:, new] = offsets.view(self.batch, count)
+        self._addresses[:, new] = addresses.view(self.batch, count).to(self.shape.device, non_blocking=True)
+        self.num_blocks += count
+        return self._addresses[:, new]
+
     def append(self, kv: torch.Tensor) -> int:
         """Write new blocks behind the existing ones and return the bytes written.
 
@@ -284,14 +297,12 @@ class HostStore:
         assert batch == self.batch, f"{batch} rows of blocks for a table of {self.batch}"
         if count == 0:
             return 0
-        slab_ids, offsets = self.pages.allocate(batch * count)
+        self.reserve(count)
+        new = slice(self.num_blocks - count, self.num_blocks)
+        slab_ids, offsets = self._slab_ids[:, new].flatten(), self._offsets[:, new].flatten()
         rows = kv.transpose(1, 2).reshape(batch * count, *self.pages.page_shape)
         for number, where in _runs(slab_ids):
             self._write(self.pages.slabs[number], offsets[where], rows[where])
-        self._grow(self.num_blocks + count)
-        self._slab_ids[:, self.num_blocks : self.num_blocks + count] = slab_ids.view(batch, count)
-        self._offsets[:, self.num_blocks : self.num_blocks + count] = offsets.view(batch, count)
-        self.num_blocks += count
         return rows.numel() * rows.element_size()
 
     @staticmethod
@@ -308,31 +319,28 @@ class HostStore:
             extra = max(num_blocks, 2 * capacity, 64) - capacity
             pad = torch.full((self.batch, extra), -1, dtype=torch.int64)
             self._slab_ids, self._offsets = torch.cat([self._slab_ids, pad], 1), torch.cat([self._offsets, pad], 1)
-
-    def locate(self, batch_ids: torch.Tensor, head_ids: torch.Tensor, blocks: torch.Tensor) -> BlockAddresses:
-        """Where blocks of single KV heads lie: three int64 CPU vectors [n]."""
-        slab_ids, offsets = self._slab_ids[batch_ids, blocks], self._offsets[batch_ids, blocks]
-        slabs = self.pages.slabs
-        parts: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
-        if len(slabs) == 1:
-            parts.append((next(iter(slabs.values())), None, offsets, head_ids))
-        else:
-            for number, where in _runs(slab_ids):
-                parts.append((slabs[number], where, offsets[where], head_ids[where]))
-        return BlockAddresses(parts, (blocks.numel(), self.block_size, self.shape.kv_dim), self.shape.dtype)
-
-    def read_blocks(self, batch_ids: torch.Tensor, head_ids: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Blocks of single KV heads: three int64 CPU vectors [n] -> [n, block_size, kv_dim] in host memory."""
-        return self.locate(batch_ids, head_ids, blocks).read()
+            self._addresses = torch.cat([self._addresses, pad.to(self.shape.device)], 1)
 
     def read_range(self, start: int, stop: int) -> torch.Tensor:
-        """Blocks start..stop of all rows and heads -> [batch, kv_heads, (stop - start) * block_size, kv_dim] in host memory."""
+        """Blocks start..stop of all rows, on the layer's device: [batch, kv_heads, (stop - start) * block_size, kv_dim]."""
+        sizes = (self.batch, self.shape.kv_heads, (stop - start) * self.block_size, self.shape.kv_dim)
+        if self.shape.device.type == "cuda":  # the device writes the pages, so only a read in its order sees them
+            out = torch.empty(sizes, dtype=self.shape.dtype, device=self.shape.device)
+            numbers = torch.arange(start, stop, device=self.shape.device).expand(*sizes[:2], -1)
+            gather = kernels.gather_blocks if self.device_readable else kernels.gather_blocks_by_host
+            gather(
+                numbers,
+                numbers - start,
+                torch.ones_like(numbers, dtype=torch.bool),
+                self.addresses,
+                out.unflatten(2, (stop - start, self.block_size)),
+            )
+            return out
         slab_ids, offsets = self._slab_ids[:, start:stop].flatten(), self._offsets[:, start:stop].flatten()
-        out = torch.empty(slab_ids.numel(), *self.pages.page_shape, dtype=self.shape.dtype)
+        pages = torch.empty(slab_ids.numel(), *self.pages.page_shape, dtype=self.shape.dtype)
         for number, where in _runs(slab_ids):
-            out[where] = self.pages.slabs[number][offsets[where]]
-        out = out.view(self.batch, stop - start, *self.pages.page_shape).transpose(1, 2)
-        return out.reshape(self.batch, self.shape.kv_heads, (stop - start) * self.block_size, self.shape.kv_dim)
+            pages[where] = self.pages.slabs[number][offsets[where]]
+        return pages.view(self.batch, stop - start, *self.pages.page_shape).transpose(1, 2).reshape(sizes)
 
     def truncate(self, num_blocks: int) -> None:
         """Forget the blocks from number `num_blocks` on."""
@@ -349,12 +357,16 @@ class HostStore:
         self.pages.share(slab_ids[:, : self.num_blocks], offsets[:, : self.num_blocks])
         self.pages.release(*old)
         self._slab_ids, self._offsets = slab_ids, offsets
+        self._addresses = self._addresses[rows.to(self.shape.device)]
 
     def check_integrity(self) -> None:
         """Assert that every page of the table is alive."""
         self.pages.check_integrity()
-        for number, offset in zip(*(part.flatten().tolist() for part in self._table()), strict=True):
+        slab_ids, offsets = (part.flatten() for part in self._table())
+        for number, offset in zip(slab_ids.tolist(), offsets.tolist(), strict=True):
             assert self.pages._references[number][offset] > 0, "the table points to a free page"
+        expected = self.pages.addresses(slab_ids, offsets).view(self.batch, -1)
+        assert torch.equal(self.addresses.cpu(), expected), "an address is not its page's"
 
 
 def _runs(slab_ids: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

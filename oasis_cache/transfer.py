@@ -1,6 +1,6 @@
 """Transfer engines: how planned blocks travel from the host tier into buffers on the device.
 
-Rules of the buffers, obeyed by every engine and checked by the simulated one:
+Rules of the buffers. `TransferEngine` obeys them for every kind of stream; the simulated streams check them.
 
 1. Filling. A buffer entry is written only by the transfer whose plan names it, between `submit` and the return of `wait`. The
    layer submits a plan after the attention that last read those entries was issued, and a transfer begins after everything
@@ -9,7 +9,9 @@ Rules of the buffers, obeyed by every engine and checked by the simulated one:
 3. Reuse. An entry may be named by a new plan only after `wait` or `cancel` returned for the transfer that names it now.
 4. Sources. A host page is immutable from `HostStore.append` until its last reference is gone. Freeing or replacing pages or
    buffers (crop, reset, close) begins with `cancel` of the layer's transfer, moving them (reorder, copy) with its `wait`; both
-   raise the layer's generation. A transfer that was cancelled never lands.
+   raise the layer's generation. A transfer that was cancelled never lands, or lands before anything that follows `cancel`.
+
+"Returned" means for a device: what the compute stream is given from then on is ordered behind it. Nobody's host waits.
 """
 
 from __future__ import annotations
@@ -17,121 +19,228 @@ from __future__ import annotations
 import functools
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from oasis_cache import kernels
 from oasis_cache.blocks import FetchPlan
-from oasis_cache.store import BlockAddresses, HostStore
+from oasis_cache.store import HostStore
 
 
 @dataclass(eq=False)
 class Transfer:
-    """A submitted plan: where it reads, where it writes, and whether it has landed.
+    """A submitted plan: what it reads and where it writes.
 
     Attributes:
         plan: What was asked for.
         target: [batch, kv_heads, entries, block_size, kv_dim], the buffer that plan.slots number.
-        where: Batch row, KV head and entry of each block that really travels: three int64 vectors.
-        source: The same blocks in the host tier.
+        addresses: [batch, num_blocks] int64, the host pages at the time of `submit`.
+        on_device: Whether the target's device can read the host pages itself.
+        event: What `Streams.issue` returned.
     """
 
     plan: FetchPlan
     target: torch.Tensor
-    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    source: BlockAddresses
+    addresses: torch.Tensor
+    on_device: bool
+    event: Any = None
     landed: bool = False
     cancelled: bool = False
-    future: Future | None = field(default=None, repr=False)
-
-    @classmethod
-    def resolve(cls, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
-        """Look up a plan's pages now, so that nothing is looked up while other threads change the tables."""
-        rows, heads, entries = plan.mask.nonzero(as_tuple=True)
-        blocks, slots = plan.blocks[rows, heads, entries], plan.slots[rows, heads, entries]
-        source = store.locate(rows.cpu(), heads.cpu(), blocks.cpu())
-        return cls(plan, target, (rows, heads, slots), source)
 
     def land(self) -> None:
         """Copy the blocks into their entries, unless the transfer was cancelled."""
         if not self.cancelled and not self.landed:
-            self.target[self.where] = self.source.read().to(self.target.device)
+            plan = self.plan
+            gather = kernels.gather_blocks if self.on_device else kernels.gather_blocks_by_host
+            gather(plan.blocks, plan.slots, plan.mask, self.addresses, self.target)
             self.landed = True
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that the copy reads or writes on the device."""
+        return self.plan.blocks, self.plan.slots, self.plan.mask, self.addresses, self.target
 
-class TransferEngine(ABC):
-    """Moves blocks. Implementations differ only in when the bytes arrive, never in which."""
+
+class Streams(ABC):
+    """A place beside the computation where copies run in the order of their issue, and the computation's way to wait for them."""
 
     asynchronous: bool
 
     @abstractmethod
-    def submit(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
-        """Begin a transfer into `target`; its entries must not be read before `wait`."""
+    def issue(self, transfer: Transfer) -> Any:
+        """Let `transfer.land` run after everything that the computation was given until now; returns an event behind it."""
 
     @abstractmethod
     def wait(self, transfer: Transfer) -> None:
-        """Return when the transfer's entries may be read."""
+        """Order what the computation is given from now on behind the transfer's event."""
 
     @abstractmethod
-    def ready(self, transfer: Transfer) -> bool:
-        """Whether `wait` would return at once."""
+    def done(self, transfer: Transfer) -> bool:
+        """Whether the transfer's event has happened."""
 
-    def cancel(self, transfer: Transfer) -> None:
-        """Make sure that the transfer writes nothing from now on."""
-        transfer.cancelled = True
+    def now(self, transfer: Transfer) -> None:
+        """Land a transfer in the order of the computation itself, ahead of copies that only were predicted."""
+        transfer.event = self.issue(transfer)
+        self.wait(transfer)
+
+    def drop(self, transfer: Transfer) -> None:
+        """The transfer was cancelled: see to it that it has ended, or never begins, before what follows."""
 
     def close(self) -> None:
-        """Give back threads and streams. Idempotent."""
+        """Give back what is held. Idempotent."""
 
 
-class SyncEngine(TransferEngine):
-    """The synchronous twin of every other engine: `submit` copies, `wait` has nothing to do."""
+class TransferEngine:
+    """Moves blocks by the rules above. Kinds of streams differ only in when the bytes arrive, never in which."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether copies run beside the computation, so that prefetching can pay."""
+        return self.streams.asynchronous
+
+    def submit(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
+        """Begin a transfer into `target`; its entries must not be read before `wait`."""
+        transfer = Transfer(plan, target, store.addresses, store.device_readable)
+        transfer.event = self.streams.issue(transfer)
+        return transfer
+
+    def fetch(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> None:
+        """Transfer what the computation needs next: the entries may be read on return."""
+        self.streams.now(Transfer(plan, target, store.addresses, store.device_readable))
+
+    def wait(self, transfer: Transfer) -> None:
+        """The entries of the transfer may be read by what the computation is given from now on."""
+        assert not transfer.cancelled, "rule 4: a cancelled transfer was waited for"
+        self.streams.wait(transfer)
+
+    def ready(self, transfer: Transfer) -> bool:
+        """Whether the bytes have arrived, so that nothing waits for them."""
+        return self.streams.done(transfer)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Make sure that the transfer writes nothing after what the computation holds now."""
+        transfer.cancelled = True
+        self.streams.drop(transfer)
+
+    def close(self) -> None:
+        """Give back what the streams hold. Idempotent."""
+        self.streams.close()
+
+
+class NoStreams(Streams):
+    """Copies happen at once: the synchronous twin of every other kind."""
 
     asynchronous = False
 
-    def submit(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
-        transfer = Transfer.resolve(plan, store, target)
+    def issue(self, transfer: Transfer) -> None:
         transfer.land()
-        return transfer
 
     def wait(self, transfer: Transfer) -> None:
         assert transfer.landed
 
-    def ready(self, transfer: Transfer) -> bool:
+    def done(self, transfer: Transfer) -> bool:
         return True
 
 
-class ThreadEngine(TransferEngine):
-    """Copies in worker threads, for CPU tensors and for tiers that block."""
+class ThreadStreams(Streams):
+    """Copies in a worker thread, for CPU tensors and for tiers that block. Events are futures."""
 
     asynchronous = True
 
-    def submit(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
-        transfer = Transfer.resolve(plan, store, target)
-        transfer.future = _copy_threads().submit(transfer.land)
-        return transfer
+    def issue(self, transfer: Transfer) -> Future:
+        return _copy_threads().submit(transfer.land)
 
     def wait(self, transfer: Transfer) -> None:
-        assert transfer.future is not None
-        transfer.future.result()
+        transfer.event.result()
 
-    def ready(self, transfer: Transfer) -> bool:
-        return transfer.future is not None and transfer.future.done()
+    def done(self, transfer: Transfer) -> bool:
+        return transfer.event.done()
 
-    def cancel(self, transfer: Transfer) -> None:
-        transfer.cancelled = True
-        if transfer.future is not None and not transfer.future.cancel():
-            transfer.future.exception()  # a copy that has begun runs to its end first
+    def now(self, transfer: Transfer) -> None:
+        transfer.land()
+
+    def drop(self, transfer: Transfer) -> None:
+        if not transfer.event.cancel():
+            transfer.event.exception()  # a copy that has begun runs to its end first
 
 
 @functools.cache
 def _copy_threads() -> ThreadPoolExecutor:
-    """The threads of all thread engines of this process: their number does not grow with caches."""
+    """The thread of all thread engines of this process: their number does not grow with caches."""
     return ThreadPoolExecutor(1, thread_name_prefix="oasis-transfer")
 
 
-class SimulatedEngine(TransferEngine):
+class CudaStreams(Streams):
+    """Copies on a side stream of the target's device, which all layers and caches share; the compute stream is the current one."""
+
+    asynchronous = True
+
+    def issue(self, transfer: Transfer) -> torch.cuda.Event:
+        device = transfer.target.device
+        side = _side_stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            transfer.land()
+            event = torch.cuda.Event()
+            event.record(side)
+        for tensor in transfer.tensors:  # the allocator must not give their memory away while the side stream reads it
+            tensor.record_stream(side)
+        return event
+
+    def wait(self, transfer: Transfer) -> None:
+        torch.cuda.current_stream(transfer.target.device).wait_event(transfer.event)
+
+    def done(self, transfer: Transfer) -> bool:
+        return transfer.event.query()
+
+    def now(self, transfer: Transfer) -> None:
+        transfer.land()  # on the compute stream
+
+    def drop(self, transfer: Transfer) -> None:
+        self.wait(transfer)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The side stream of a device: one for all caches, so that the allocator's pools do not grow with them."""
+    return torch.cuda.Stream(device)
+
+
+class DeviceStreams(Streams):
+    """CUDA streams for what lies on a CUDA device, and copies at once for everything else: layers follow their tensors."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        self._cuda, self._none = CudaStreams(), NoStreams()
+
+    def _of(self, transfer: Transfer) -> Streams:
+        return self._cuda if transfer.target.device.type == "cuda" else self._none
+
+    def issue(self, transfer: Transfer) -> Any:
+        return self._of(transfer).issue(transfer)
+
+    def wait(self, transfer: Transfer) -> None:
+        self._of(transfer).wait(transfer)
+
+    def done(self, transfer: Transfer) -> bool:
+        return self._of(transfer).done(transfer)
+
+    def now(self, transfer: Transfer) -> None:
+        self._of(transfer).now(transfer)
+
+    def drop(self, transfer: Transfer) -> None:
+        self._of(transfer).drop(transfer)
+
+
+class SimulatedStreams(Streams):
     """An adversary for tests, on the CPU: entries in flight are poisoned, and copies land as late or in as odd an order as allowed.
 
     A transfer lands when it is waited for, or earlier at a moment and in an order drawn from `seed`; until then its entries hold
@@ -145,28 +254,26 @@ class SimulatedEngine(TransferEngine):
         self._early = early
         self._flying: list[Transfer] = []
 
-    def submit(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
-        transfer = Transfer.resolve(plan, store, target)
+    def issue(self, transfer: Transfer) -> None:
+        target, plan = transfer.target, transfer.plan
         for other in self._flying:
             assert other.target.data_ptr() != target.data_ptr(), (
                 "rule 3: a buffer got a new plan before its transfer was over"
             )
-        transfer.target[transfer.where] = float("nan")
+        rows, heads, entries = plan.mask.nonzero(as_tuple=True)
+        target[rows, heads, plan.slots[rows, heads, entries]] = float("nan")
         self._flying.append(transfer)
         self._land_some()
-        return transfer
 
     def wait(self, transfer: Transfer) -> None:
-        assert not transfer.cancelled, "rule 4: a cancelled transfer was waited for"
         self._land_some()
         if not transfer.landed:
             self._land(transfer)
 
-    def ready(self, transfer: Transfer) -> bool:
+    def done(self, transfer: Transfer) -> bool:
         return transfer.landed
 
-    def cancel(self, transfer: Transfer) -> None:
-        super().cancel(transfer)
+    def drop(self, transfer: Transfer) -> None:
         if transfer in self._flying:
             self._flying.remove(transfer)
 
@@ -181,10 +288,16 @@ class SimulatedEngine(TransferEngine):
 
 
 def make_engine(name: str, seed: int = 0) -> TransferEngine:
-    """The engine of that name (see `OasisConfig.engine`); "auto" takes the best one that this build has."""
-    if name == "simulated":
-        return SimulatedEngine(seed)
-    engines: dict[str, type[TransferEngine]] = {"auto": SyncEngine, "sync": SyncEngine, "threads": ThreadEngine}
-    if name not in engines:
-        raise ValueError(f"engine={name!r} must be one of {', '.join(map(repr, [*engines, 'simulated']))}")
-    return engines[name]()
+    """The engine of that name (see `OasisConfig.engine`)."""
+    kinds: dict[str, Callable[[], Streams]] = {
+        "auto": DeviceStreams if torch.cuda.is_available() else NoStreams,
+        "sync": NoStreams,
+        "threads": ThreadStreams,
+        "cuda": DeviceStreams,
+        "simulated": functools.partial(SimulatedStreams, seed),
+    }
+    if name not in kinds:
+        raise ValueError(f"engine={name!r} must be one of {', '.join(map(repr, kinds))}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("engine='cuda' needs a CUDA device, and PyTorch finds none")
+    return TransferEngine(kinds[name]())

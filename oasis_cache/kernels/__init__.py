@@ -1,8 +1,9 @@
 """The device operations of a decode step: for each, the fastest version that the tensors' device has.
 
-On NVIDIA and AMD devices these are Triton kernels (triton_ops/), which never wait for the device; PyTorch (torch_ops.py and
-reference.py) serves CPUs, and what the kernels do not take: that is warned about once, and counted in `fallbacks`. Triton is
-imported with the first tensor that needs it.
+On NVIDIA and AMD devices these are Triton kernels (triton_ops/), which never wait for the device. On CPUs numba compiles what
+PyTorch's operations are too many for (numba_ops.py), where it is installed. PyTorch (torch_ops.py and reference.py) serves the
+rest, and what the kernels do not take: that is warned about once, and counted in `fallbacks`. Triton is imported with the
+first tensor that needs it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import torch
 from oasis_cache.kernels import reference, torch_ops
 from oasis_cache.kernels.limits import KERNEL_DTYPES, MASS_BLOCKS, MAX_DIM, MAX_SLOTS
 from oasis_cache.kernels.torch_ops import attention
+from oasis_cache.kernels.torch_ops import gather_blocks as gather_blocks_by_host
 
 __all__ = [
     "attention",
     "delta_select",
     "fallbacks",
     "gather_blocks",
+    "gather_blocks_by_host",
     "interpreted",
+    "numba_for",
     "score_int1",
     "score_int2",
     "score_minmax",
@@ -62,6 +66,19 @@ def interpreted() -> Iterator[None]:
 def uses_triton(device: torch.device) -> bool:
     """Whether tensors on a device go through the Triton kernels."""
     return (device.type == "cuda" or (_interpreting and device.type == "cpu")) and _triton_ops() is not None
+
+
+def numba_for(device: torch.device) -> ModuleType | None:
+    """numba_ops where it serves tensors on a device, else None."""
+    return _numba_ops() if device.type == "cpu" and not _interpreting else None
+
+
+@functools.cache
+def _numba_ops() -> ModuleType | None:
+    try:
+        return importlib.import_module("oasis_cache.kernels.numba_ops")
+    except ImportError:  # numba is optional
+        return None
 
 
 @functools.cache
@@ -212,8 +229,12 @@ def delta_select(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`reference.delta_select`: blocks, slots and mask of the plan; with `clock` the tables are brought up to date in place."""
     slots = block_of_slot.shape[2]
-    ops = _serving("delta_select", wanted, 0 < wanted.shape[2] and slots <= MAX_SLOTS, f"{slots} slots")
     plan: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    compiled = numba_for(wanted.device)
+    if compiled is not None and clock is not None:
+        plan = compiled.delta_select(wanted, block_of_slot, last_wanted, num_blocks, max_fetch, clock)
+        return plan
+    ops = _serving("delta_select", wanted, 0 < wanted.shape[2] and slots <= MAX_SLOTS, f"{slots} slots")
     plan = (reference if ops is None else ops).delta_select(
         wanted, block_of_slot, last_wanted, num_blocks, max_fetch, clock
     )
@@ -224,8 +245,8 @@ def gather_blocks(
     blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, addresses: torch.Tensor, target: torch.Tensor
 ) -> None:
     """`reference.gather_blocks`: copy planned blocks from host pages into slots."""
-    ops = _serving("gather_blocks", target, True, "")
-    (reference if ops is None else ops).gather_blocks(blocks, slots, mask, addresses, target)
+    ops = _serving("gather_blocks", target, True, "") or numba_for(target.device) or torch_ops
+    ops.gather_blocks(blocks, slots, mask, addresses, target)
 
 
 def take_blocks(

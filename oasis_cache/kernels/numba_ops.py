@@ -1,118 +1,331 @@
-"""Scoring on a CPU, compiled by numba (optional): reference.py's meaning without its unpacked intermediate tensors."""
+"""The operations of reference.py on a CPU, compiled by numba (optional): no intermediate tensors, one call an operation.
+
+2-bit keys lie here as *words*: 16 tokens' codes of one channel in one uint32, token t in bits 2t and 2t + 1. So a block's
+channel unpacks into one vector register with a lane for each token, and no sum over lanes is needed.
+"""
 
 from __future__ import annotations
+
+import threading
+from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
-_PLANES = np.array([[(byte >> shift) & 3 for shift in (0, 2, 4, 6)] for byte in range(256)], dtype=np.float32)
+from oasis_cache.kernels.lanes import LANES, dot_1, dot_2, dot_3, dot_4, exp_in_place
+
+WORD_TOKENS = LANES  # tokens whose 2-bit codes share a word
 _CHUNK_BLOCKS = 128  # blocks a thread takes at a time
-_PARALLEL_FROM = 4096  # blocks of single KV heads from which waking other threads pays
+_PARALLEL_FROM = 8192  # blocks of single KV heads from which waking other threads pays
+MASKED = np.float32(-1e30)
+_parallel_lock = threading.Lock()  # not every threading layer of numba takes calls from two threads at once
 
 
-@numba.njit(fastmath=True, cache=True, nogil=True)
-def _score_range(queries, codes, low, step, planes, scaling, start, stop, out):
-    """Log-mass of blocks start..stop of one KV head into out [rows, blocks] f32.
+# --- Scoring --------------------------------------------------------------------------------------------------------------
 
-    queries [rows, 4 * width] f32, interleaved: entry 4 * j + p is channel p * width + j; codes [blocks, block_size, width] u8;
-    low, step [blocks, dim] f32; planes [256, 4] f32, the four codes of each byte.
-    """
-    rows, padded = queries.shape
-    block_size, width, dim = codes.shape[1], codes.shape[2], low.shape[1]
-    scaled = np.zeros((rows, padded), np.float32)
-    unpacked = np.empty(padded, np.float32)
-    scores = np.empty((rows, block_size), np.float32)
-    exponents = np.empty(block_size, np.int32)
-    powers = exponents.view(np.float32)
-    for block in range(start, stop):
-        for row in range(rows):
-            base = np.float32(0.0)
-            for p in range(4):
-                for j in range(min(width, dim - p * width)):
-                    query = queries[row, 4 * j + p] * scaling
-                    base += query * low[block, p * width + j]
-                    scaled[row, 4 * j + p] = query * step[block, p * width + j]
-            out[row, block] = base
-        for token in range(block_size):
-            for j in range(width):
-                byte = codes[block, token, j]
-                unpacked[4 * j] = planes[byte, 0]
-                unpacked[4 * j + 1] = planes[byte, 1]
-                unpacked[4 * j + 2] = planes[byte, 2]
-                unpacked[4 * j + 3] = planes[byte, 3]
-            for row in range(rows):
-                total = np.float32(0.0)
-                for c in range(padded):
-                    total += scaled[row, c] * unpacked[c]
-                scores[row, token] = total
-        for row in range(rows):
-            highest = scores[row, 0]
-            for token in range(block_size):
-                highest = max(highest, scores[row, token])
-            total = np.float32(0.0)
-            for token in range(block_size):  # exp(x), x <= 0: the whole powers of two go into the exponent bits
-                x = max((scores[row, token] - highest) * np.float32(1.44269504), np.float32(-126.0))
-                whole = np.floor(x)
-                x -= whole
-                exponents[token] = (np.int32(whole) + 127) << 23
-                y = np.float32(1.8775767e-3)
-                y = y * x + np.float32(8.9893397e-3)
-                y = y * x + np.float32(5.5826318e-2)
-                y = y * x + np.float32(2.4015361e-1)
-                y = y * x + np.float32(6.9315308e-1)
-                scores[row, token] = y * x + np.float32(9.9999994e-1)
-            for token in range(block_size):
-                total += scores[row, token] * powers[token]
-            out[row, block] += highest + np.log(total)
+
+def pack_words(codes: torch.Tensor) -> torch.Tensor:
+    """Codes below 4 [..., block_size, dim] uint8 -> words [..., ceil(block_size / 16), dim] int32."""
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[-2] % WORD_TOKENS)).unflatten(-2, (-1, WORD_TOKENS))
+    shifts = torch.arange(0, 2 * WORD_TOKENS, 2, dtype=torch.int32).unsqueeze(-1)
+    return (padded.to(torch.int32) << shifts).sum(-2, dtype=torch.int32)
+
+
+def unpack_words(words: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The inverse of `pack_words`: [..., ceil(block_size / 16), dim] int32 -> [..., block_size, dim] uint8."""
+    shifts = torch.arange(0, 2 * WORD_TOKENS, 2, dtype=torch.int32).unsqueeze(-1)
+    codes = ((words.unsqueeze(-2) >> shifts) & 3).to(torch.uint8)
+    return codes.flatten(-3, -2)[..., :block_size, :]
 
 
 @numba.njit(cache=True, nogil=True)
-def _score_serial(queries, codes, low, step, planes, scaling, out):
-    """`_score_range` over all heads: queries [heads, rows, padded], the others [heads, blocks, ...], out [heads, rows, blocks]."""
-    for head in range(codes.shape[0]):
-        _score_range(queries[head], codes[head], low[head], step[head], planes, scaling, 0, out.shape[2], out[head])
+def _score_range(queries, words, low, step, visible, block_size, start, stop, out):
+    """Log-mass of blocks start..stop of one KV head into out [rows, blocks] f32.
+
+    queries [rows, dim] f32, scaled; words [blocks, words per block, dim] u32; low, step [blocks, dim], bfloat16 as u16;
+    visible [blocks, block_size] u8, or without blocks: all are.
+    """
+    rows, dim = queries.shape
+    num_words = words.shape[1]
+    padded = num_words * LANES
+    low_bits, step_bits = np.empty(dim, np.uint32), np.empty(dim, np.uint32)
+    scaled = np.empty((rows, dim), np.float32)
+    scores = np.empty((num_words, rows, LANES), np.float32)
+    tokens = np.empty(padded, np.float32)
+    p_scaled, p_scores = np.uintp(scaled.ctypes.data), np.uintp(scores.ctypes.data)
+    p_tokens = np.uintp(tokens.ctypes.data)
+    plain = block_size == LANES and visible.shape[0] == 0
+    for block in range(start, stop):
+        _scale(queries, low[block], step[block], low_bits, step_bits, scaled, scores)
+        for w in range(num_words):
+            p_word = np.uintp(words[block, w].ctypes.data)
+            row = 0
+            while row < rows:
+                p_row = p_scaled + np.uintp(row * dim * 4)
+                p_out = p_scores + np.uintp((w * rows + row) * LANES * 4)
+                if rows - row >= 4:
+                    dot_4(p_word, p_row, np.uintp(dim), p_out)
+                elif rows - row == 3:
+                    dot_3(p_word, p_row, np.uintp(dim), p_out)
+                elif rows - row == 2:
+                    dot_2(p_word, p_row, np.uintp(dim), p_out)
+                else:
+                    dot_1(p_word, p_row, np.uintp(dim), p_out)
+                row += 4
+        for row in range(rows):
+            if plain:
+                highest = scores[0, row].max()
+                p_row = p_scores + np.uintp(row * LANES * 4)
+                out[row, block] = highest + np.log(exp_in_place(p_row, np.uintp(LANES), highest))
+                continue
+            highest = MASKED
+            for t in range(padded):
+                tokens[t] = scores[t // LANES, row, t % LANES]
+                if t >= block_size or (visible.shape[0] > 0 and not visible[block, t]):
+                    tokens[t] = MASKED
+                highest = max(highest, tokens[t])
+            if highest > MASKED:
+                highest += np.log(exp_in_place(p_tokens, np.uintp(padded), highest))
+            out[row, block] = highest
+
+
+@numba.njit(fastmath=True, cache=True, nogil=True)
+def _scale(queries, low, step, low_bits, step_bits, scaled, scores):
+    """One block: scaled[row] = query * step, and scores[word, row, token] = query . low."""
+    rows, dim = queries.shape
+    lows, steps = low_bits.view(np.float32), step_bits.view(np.float32)
+    for c in range(dim):
+        low_bits[c] = np.uint32(low[c]) << np.uint32(16)
+        step_bits[c] = np.uint32(step[c]) << np.uint32(16)
+    for row in range(rows):
+        total = np.float32(0.0)
+        for c in range(dim):
+            total += queries[row, c] * lows[c]
+        for c in range(dim):
+            scaled[row, c] = queries[row, c] * steps[c]
+        scores[:, row] = total
+
+
+@numba.njit(cache=True, nogil=True)
+def _rank(log_mass, rows, best):
+    """One KV head: log_mass [group, rows, blocks] f32 -> rows [rows, blocks] f32 as `rank_rows` gives them, best [blocks] f32."""
+    group, num_rows, blocks = log_mass.shape
+    shares = np.full((blocks + LANES - 1) // LANES * LANES, MASKED, np.float32)
+    rows[:] = np.float32(0.0)
+    for row in range(num_rows):
+        for g in range(group):
+            highest = log_mass[g, row].max()
+            if highest <= MASKED:
+                continue
+            shares[:blocks] = log_mass[g, row]
+            shares[blocks:] = MASKED
+            total = exp_in_place(np.uintp(shares.ctypes.data), np.uintp(shares.size), highest)
+            rows[row] += shares[:blocks] * (np.float32(1.0) / (total * np.float32(group)))
+        for block in range(blocks):
+            if log_mass[0, row, block] <= MASKED:
+                rows[row, block] = np.float32(-1.0)
+    best[:] = rows[0]
+    for row in range(1, num_rows):
+        best[:] = np.maximum(best, rows[row])
+
+
+@numba.njit(cache=True, nogil=True)
+def _hide(log_mass):
+    """Masked entries become -inf."""
+    flat = log_mass.reshape(-1)
+    for i in range(flat.shape[0]):
+        if flat[i] <= MASKED:
+            flat[i] = -np.inf
+
+
+@numba.njit(cache=True, nogil=True)
+def _score_serial(queries, words, low, step, visible, block_size, group, log_mass, rows, best):
+    """All KV heads: queries [heads, group * rows, dim], visible [batch or 0, ...], log_mass [heads, group * rows, blocks]."""
+    heads, query_rows, blocks = log_mass.shape
+    per_row = heads // max(1, visible.shape[0])
+    for head in range(heads):
+        seen = visible[head // per_row] if visible.shape[0] else np.empty((0, 0), np.uint8)
+        _score_range(queries[head], words[head], low[head], step[head], seen, block_size, 0, blocks, log_mass[head])
+        _rank(log_mass[head].reshape(group, query_rows // group, blocks), rows[head], best[head])
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
-def _score_parallel(queries, codes, low, step, planes, scaling, chunk, out):
+def _score_parallel(queries, words, low, step, visible, block_size, group, chunk, log_mass, rows, best):
     """`_score_serial` in threads, `chunk` blocks at a time."""
-    heads, blocks = codes.shape[0], out.shape[2]
+    heads, query_rows, blocks = log_mass.shape
+    per_row = heads // max(1, visible.shape[0])
     chunks = (blocks + chunk - 1) // chunk
     for job in numba.prange(heads * chunks):
         head, start = job // chunks, (job % chunks) * chunk
-        stop = min(start + chunk, blocks)
-        _score_range(queries[head], codes[head], low[head], step[head], planes, scaling, start, stop, out[head])
+        seen = visible[head // per_row] if visible.shape[0] else np.empty((0, 0), np.uint8)
+        _score_range(
+            queries[head], words[head], low[head], step[head], seen, block_size, start, min(start + chunk, blocks),
+            log_mass[head],
+        )  # fmt: skip
+    for head in numba.prange(heads):
+        _rank(log_mass[head].reshape(group, query_rows // group, blocks), rows[head], best[head])
 
 
-def log_mass_int2(
-    queries: torch.Tensor, codes: torch.Tensor, low: torch.Tensor, step: torch.Tensor, num_blocks: int, scaling: float
-) -> torch.Tensor:
-    """`reference.log_mass_int2` of the first `num_blocks` blocks on CPU tensors without a visibility mask, within 1e-5.
+def score_int2(
+    queries: torch.Tensor,
+    words: torch.Tensor,
+    low: torch.Tensor,
+    step: torch.Tensor,
+    num_blocks: int,
+    block_size: int,
+    group: int,
+    scaling: float,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.score_int2` over the first `num_blocks` blocks, keys as words, within 1e-5.
 
     Args:
-        queries: [batch, kv_heads, rows, key_dim].
-        codes: [batch, kv_heads, capacity, block_size, ceil(key_dim / 4)] uint8, contiguous.
-        low, step: [batch, kv_heads, capacity, key_dim].
-
-    Returns:
-        [batch, kv_heads, rows, num_blocks] float32.
+        queries: [batch, kv_heads, group * rows, key_dim].
+        words: [batch, kv_heads, capacity, ceil(block_size / 16), key_dim] int32, contiguous.
+        low, step: [batch, kv_heads, capacity, key_dim] bfloat16, contiguous.
+        visible: [batch, num_blocks, block_size] bool, or None.
     """
-    batch, kv_heads, rows, dim = queries.shape
-    width = codes.shape[-1]
-    planes = torch.nn.functional.pad(queries.float(), (0, 4 * width - dim)).unflatten(-1, (4, width))
-    interleaved = planes.transpose(-1, -2).reshape(batch * kv_heads, rows, 4 * width)
-    out = np.empty((batch * kv_heads, rows, num_blocks), np.float32)
-    arrays = [
-        interleaved.numpy(),
-        codes.flatten(0, 1).numpy(),
-        low[:, :, :num_blocks].float().flatten(0, 1).numpy(),
-        step[:, :, :num_blocks].float().flatten(0, 1).numpy(),
-        _PLANES,
-        np.float32(scaling),
-    ]
-    if batch * kv_heads * num_blocks < _PARALLEL_FROM or numba.get_num_threads() == 1:
-        _score_serial(*arrays, out)
+    batch, kv_heads, query_rows, _ = queries.shape
+    heads, rows = batch * kv_heads, query_rows // group
+    log_mass = np.empty((heads, query_rows, num_blocks), np.float32)
+    shares = np.empty((heads, rows, num_blocks), np.float32)
+    best = np.empty((heads, num_blocks), np.float32)
+    arrays = (
+        (queries.float() * scaling).flatten(0, 1).numpy(),
+        words.flatten(0, 1).numpy().view(np.uint32),
+        low.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
+        step.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
+        np.empty((0, 0, 0), np.uint8) if visible is None else visible.contiguous().view(torch.uint8).numpy(),
+        block_size,
+        group,
+    )
+    if heads * num_blocks < _PARALLEL_FROM or numba.get_num_threads() == 1:
+        _score_serial(*arrays, log_mass, shares, best)
     else:
-        _score_parallel(*arrays, _CHUNK_BLOCKS, out)
-    return torch.from_numpy(out).view(batch, kv_heads, rows, num_blocks)
+        with _parallel_lock:
+            _score_parallel(*arrays, _CHUNK_BLOCKS, log_mass, shares, best)
+    if visible is not None:
+        _hide(log_mass)
+    sizes = (batch, kv_heads)
+    return (
+        torch.from_numpy(shares).view(*sizes, rows, num_blocks),
+        torch.from_numpy(best).view(*sizes, num_blocks),
+        torch.from_numpy(log_mass).view(*sizes, query_rows, num_blocks),
+    )
+
+
+# --- Residency ------------------------------------------------------------------------------------------------------------
+
+
+@numba.njit(cache=True, nogil=True)
+def _delta_select(wanted, held, last_wanted, num_blocks, entries, clock, blocks, slots, mask):
+    """`reference.delta_select` of all heads: wanted [heads, count], held, last_wanted [heads, slots], the rest [heads, entries]."""
+    heads, count = wanted.shape
+    num_slots = held.shape[1]
+    for head in range(heads):
+        state = np.zeros(num_blocks, np.uint8)  # 1: wanted, 2: wanted and resident
+        for i in range(count):
+            state[wanted[head, i]] = 1
+        kept = np.zeros(num_slots, np.uint8)
+        for slot in range(num_slots):
+            block = held[head, slot]
+            if 0 <= block < num_blocks and state[block]:
+                kept[slot] = 1
+                state[block] = 2
+                last_wanted[head, slot] = clock
+        order = np.argsort(last_wanted[head], kind="mergesort")
+        found, place = 0, 0
+        for i in range(count):
+            if found == entries:
+                break
+            if state[wanted[head, i]] == 2:
+                continue
+            while place < num_slots and kept[order[place]]:
+                place += 1
+            if place == num_slots:
+                break
+            slot = order[place]
+            place += 1
+            blocks[head, found], slots[head, found], mask[head, found] = wanted[head, i], slot, 1
+            found += 1
+            held[head, slot], last_wanted[head, slot] = wanted[head, i], clock
+
+
+def delta_select(
+    wanted: torch.Tensor,
+    block_of_slot: torch.Tensor,
+    last_wanted: torch.Tensor,
+    num_blocks: int,
+    max_fetch: int,
+    clock: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.delta_select` with a clock, on contiguous tables, which are brought up to date in place."""
+    batch, kv_heads, count = wanted.shape
+    heads, entries = batch * kv_heads, min(max_fetch, count)
+    blocks, slots, mask = (np.zeros((heads, entries), kind) for kind in (np.int64, np.int64, np.uint8))
+    _delta_select(
+        wanted.reshape(heads, count).numpy(),
+        block_of_slot.view(heads, -1).numpy(),
+        last_wanted.view(heads, -1).numpy(),
+        num_blocks,
+        entries,
+        clock,
+        blocks,
+        slots,
+        mask,
+    )
+    sizes = (batch, kv_heads, entries)
+    return (
+        torch.from_numpy(blocks).view(sizes),
+        torch.from_numpy(slots).view(sizes),
+        torch.from_numpy(mask.view(np.bool_)).view(sizes),
+    )
+
+
+# --- Movement -------------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An address as a pointer that `numba.carray` takes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@numba.njit(cache=True, nogil=True)
+def _gather(blocks, slots, mask, addresses, block_bytes, target, stride_batch, stride_head, stride_slot):
+    """Copy blocks from pages to the slots of the buffer at address `target`; strides in bytes."""
+    batch, kv_heads, entries = blocks.shape
+    for row in range(batch):
+        for head in range(kv_heads):
+            for entry in range(entries):
+                if mask[row, head, entry]:
+                    source = addresses[row, blocks[row, head, entry]] + head * block_bytes
+                    place = target + row * stride_batch + head * stride_head + slots[row, head, entry] * stride_slot
+                    numba.carray(_pointer(place), block_bytes, np.uint8)[:] = numba.carray(
+                        _pointer(source), block_bytes, np.uint8
+                    )
+
+
+def gather_blocks(
+    blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, addresses: torch.Tensor, target: torch.Tensor
+) -> None:
+    """`reference.gather_blocks`; each block of the target contiguous."""
+    size = target.element_size()
+    _gather(
+        blocks.numpy(),
+        slots.numpy(),
+        mask.view(torch.uint8).numpy(),
+        addresses.numpy(),
+        target.shape[3] * target.shape[4] * size,
+        target.data_ptr(),
+        target.stride(0) * size,
+        target.stride(1) * size,
+        target.stride(2) * size,
+    )

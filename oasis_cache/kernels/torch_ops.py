@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from oasis_cache.kernels import reference
@@ -64,3 +66,24 @@ def attention(
         part = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
         parts.append(reference.attention(queries[:, :, rows], keys, values, scaling, part, softcap))
     return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+
+
+def gather_blocks(
+    blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, addresses: torch.Tensor, target: torch.Tensor
+) -> None:
+    """`reference.gather_blocks` by the host, whatever the target's device: each block of the target contiguous."""
+    rows, heads, entries = mask.nonzero(as_tuple=True)
+    block_bytes = target.shape[3] * target.shape[4] * target.element_size()
+    sources = (addresses[rows, blocks[rows, heads, entries]] + heads * block_bytes).tolist()
+    slots = slots[rows, heads, entries]
+    if target.device.type == "cpu":
+        strides = [stride * target.element_size() for stride in target.stride()[:3]]
+        places = rows * strides[0] + heads * strides[1] + slots * strides[2]
+        destinations = (places + target.data_ptr()).tolist()
+        for destination, source in zip(destinations, sources, strict=True):
+            ctypes.memmove(destination, source, block_bytes)
+        return
+    staging = torch.empty(len(sources), *target.shape[3:], dtype=target.dtype)
+    for number, source in enumerate(sources):
+        ctypes.memmove(staging.data_ptr() + number * block_bytes, source, block_bytes)
+    target[rows, heads, slots] = staging.to(target.device)

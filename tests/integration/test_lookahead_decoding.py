@@ -529,6 +529,70 @@ def test_rejected_drafts_bring_blocks_in_time(batch):
     assert hits["draft", "right"] > hits["draft", "wrong"]
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+def test_drafts_that_are_always_rejected_change_nothing_on_a_sparse_budget(batch):
+    """With `accept=False` the certain row alone decides what attention reads: right drafts, wrong ones and none give one output."""
+    model = models.build("llama")
+    ids, mask = models.left_padded(200, PADS[:batch], seed=1)
+    options = {"input_ids": ids, "attention_mask": mask}
+    right = run(model, batch, **options).sequences[:, 200:]
+    drafters = {"none": NoDrafter(), "right": ReplayDrafter(right), "wrong": RandomDrafter(models.VOCABULARY)}
+    logits = {}
+    for name, drafter in drafters.items():
+        cache = OasisCache(budget=48, block_size=8, recent_blocks=2, sparse_rows=8)
+        out = run(model, batch, cache, LookaheadDecoding(drafter, 4, accept=False), **options)
+        assert cache.stats().sparse_steps == NEW_TOKENS - 1
+        logits[name] = torch.stack(out.logits)
+    assert models.relative_error(logits["right"], logits["none"]) < TOLERANCE
+    assert models.relative_error(logits["wrong"], logits["none"]) < TOLERANCE
+
+
+def test_filler_rows_take_no_budget():
+    """A sequence without drafts reads the same blocks whether the others of its batch have drafts or not."""
+    model = models.build("llama")
+    ids, mask = models.left_padded(200, (0, 0), seed=1)
+    right = run(model, 2, input_ids=ids, attention_mask=mask).sequences[:, 200:]
+    logits = []
+    for drafted in (0, 4):
+        drafter = OneSided(right[0], drafted)
+        cache = OasisCache(budget=48, block_size=8, recent_blocks=2, sparse_rows=8)
+        out = run(model, 2, cache, LookaheadDecoding(drafter, 4), input_ids=ids, attention_mask=mask, max_new_tokens=8)
+        logits.append(out.logits[1][1])
+    assert models.relative_error(logits[1], logits[0]) < TOLERANCE
+
+
+class OneSided(Drafter):
+    """Drafts for the first sequence alone."""
+
+    def __init__(self, tokens, count):
+        self.tokens, self.count = tokens, count
+
+    def draft(self, request):
+        drafts = request.nothing()
+        done = request.lengths[0] - request.num_prompt
+        drafts[0] = self.tokens[done : done + min(self.count, request.limits[0])]
+        return drafts
+
+
+def test_row_roles_are_checked():
+    model, cache = models.build("llama"), OasisCache(budget=48, block_size=8, recent_blocks=2, sparse_rows=8)
+    with torch.no_grad():
+        model(models.prompt(200), past_key_values=cache)
+        with (
+            pytest.raises(ValueError, match="a row that decides"),
+            cache.row_roles(torch.zeros(1, 2, dtype=torch.bool)),
+        ):
+            pass
+        with pytest.raises(ValueError, match="two bool tensors"), cache.row_roles(torch.ones(1, 2)):
+            pass
+        with (
+            pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 3\)"),
+            cache.row_roles(torch.ones(1, 2, dtype=torch.bool)),
+        ):
+            model(models.prompt(3), past_key_values=cache)
+    assert cache.runtime.roles is None
+
+
 # --- Drafters ---------------------------------------------------------------------------------------------------------
 
 

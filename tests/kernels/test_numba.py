@@ -1,4 +1,4 @@
-"""The numba version of int2 scoring against the reference, on every shape that changes its path."""
+"""The numba versions against the reference, on every shape that changes their path."""
 
 from __future__ import annotations
 
@@ -10,30 +10,97 @@ from oasis_cache.kernels import reference
 numba_ops = pytest.importorskip("oasis_cache.kernels.numba_ops")
 
 
-@pytest.mark.parametrize("dim", [2, 16, 24, 64, 80, 128])
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("rows", [1, 12])
-def test_log_mass_equals_reference(dim, block_size, rows):
+def packed(keys):
+    codes, low, step = reference.quantise_int2(keys)
+    words = numba_ops.pack_words(reference.unpack_codes(codes, 2, keys.shape[-1]))
+    return (codes, low, step), (words, low, step)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 17, 40])
+def test_words_survive_packing(block_size):
+    codes = torch.randint(0, 4, (2, 3, block_size, 7), dtype=torch.uint8)
+    words = numba_ops.pack_words(codes)
+    assert words.shape == (2, 3, -(-block_size // 16), 7)
+    assert torch.equal(numba_ops.unpack_words(words, block_size), codes)
+
+
+@pytest.mark.parametrize("dim", [2, 16, 24, 63, 80, 128])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 24])
+@pytest.mark.parametrize(("group", "rows"), [(1, 1), (3, 1), (3, 2), (2, 5)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_scores_equal_reference(dim, block_size, group, rows, padded):
     generator = torch.Generator().manual_seed(dim * block_size + rows)
     keys = torch.randn(2, 3, 40, block_size, dim, generator=generator)
-    queries = torch.randn(2, 3, rows, dim, generator=generator) * 3
-    codes, low, step = reference.quantise_int2(keys)
-    expected = reference.log_mass_int2(queries, codes[:, :, :37], low[:, :, :37], step[:, :, :37], 0.25)
-    got = numba_ops.log_mass_int2(queries, codes, low, step, 37, 0.25)
-    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    queries = torch.randn(2, 3, group * rows, dim, generator=generator) * 3
+    visible = torch.rand(2, 37, block_size, generator=generator) > 0.3 if padded else None
+    if visible is not None:
+        visible[0, :5] = False
+    reference_arrays, arrays = packed(keys)
+    first = (part[:, :, :37] for part in reference_arrays)
+    expected = reference.score_int2(queries, *first, group, 0.25, visible)
+    got = numba_ops.score_int2(queries, *arrays, 37, block_size, group, 0.25, visible)
+    for mine, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=2e-5, atol=2e-5)
 
 
-def test_threads_change_nothing(monkeypatch):
-    keys, queries = torch.randn(1, 2, 300, 16, 64), torch.randn(1, 2, 3, 64)
-    codes, low, step = reference.quantise_int2(keys)
-    serial = numba_ops.log_mass_int2(queries, codes, low, step, 300, 0.125)
+def test_a_sequence_of_padding_alone_has_no_mass():
+    _, arrays = packed(torch.randn(1, 1, 4, 16, 8))
+    rows, best, log_mass = numba_ops.score_int2(
+        torch.randn(1, 1, 2, 8), *arrays, 4, 16, 2, 1.0, torch.zeros(1, 4, 16, dtype=torch.bool)
+    )
+    assert (rows == -1).all()
+    assert (best == -1).all()
+    assert log_mass.isneginf().all()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_threads_change_nothing(monkeypatch, padded):
+    keys, queries = torch.randn(2, 2, 300, 16, 64), torch.randn(2, 2, 3, 64)
+    visible = torch.rand(2, 300, 16) > 0.5 if padded else None
+    _, arrays = packed(keys)
+    serial = numba_ops.score_int2(queries, *arrays, 300, 16, 3, 0.125, visible)
     monkeypatch.setattr(numba_ops, "_PARALLEL_FROM", 0)
-    assert torch.equal(numba_ops.log_mass_int2(queries, codes, low, step, 300, 0.125), serial)
+    monkeypatch.setattr(numba_ops.numba, "get_num_threads", lambda: 2)
+    for mine, right in zip(numba_ops.score_int2(queries, *arrays, 300, 16, 3, 0.125, visible), serial, strict=True):
+        assert torch.equal(mine, right)
 
 
 def test_extreme_scores_stay_finite():
     keys = torch.randn(1, 1, 4, 16, 64)
     queries = torch.randn(1, 1, 2, 64) * 1e4
-    codes, low, step = reference.quantise_int2(keys)
-    got = numba_ops.log_mass_int2(queries, codes, low, step, 4, 1.0)
-    torch.testing.assert_close(got, reference.log_mass_int2(queries, codes, low, step, 1.0), rtol=1e-5, atol=1e-2)
+    reference_arrays, arrays = packed(keys)
+    _, _, got = numba_ops.score_int2(queries, *arrays, 4, 16, 2, 1.0)
+    expected = reference.log_mass_int2(queries, *reference_arrays, 1.0)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("max_fetch", [1, 5, 12])
+def test_delta_select_equals_reference(max_fetch):
+    generator = torch.Generator().manual_seed(max_fetch)
+    tables = [torch.full((2, 3, 12), -1, dtype=torch.int64) for _ in range(4)]
+    for clock in range(1, 30):
+        count = int(torch.randint(1, 13, (1,), generator=generator))
+        wanted = torch.rand(2, 3, 40, generator=generator).topk(count, dim=2).indices
+        blocks, slots, mask = numba_ops.delta_select(wanted, tables[0], tables[1], 40, max_fetch, clock)
+        expected = reference.delta_select(wanted, tables[2], tables[3], 40, max_fetch, clock)
+        assert torch.equal(mask, expected[2])
+        assert torch.equal(blocks[mask], expected[0][mask])
+        assert torch.equal(slots[mask], expected[1][mask])
+        assert torch.equal(tables[0], tables[2])
+        assert torch.equal(tables[1], tables[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_equals_reference(dtype):
+    pages = torch.randn(2, 9, 3, 4, 10).to(dtype)  # [batch, blocks, kv_heads, block_size, kv_dim]
+    starts = torch.arange(18).view(2, 9) * pages[0, 0].numel() * pages.element_size() + pages.data_ptr()
+    blocks = torch.rand(2, 3, 9).topk(5, dim=2).indices
+    slots = torch.rand(2, 3, 7).topk(5, dim=2).indices
+    mask = torch.rand(2, 3, 5) > 0.4
+    wide = torch.full((2, 4, 8, 4, 10), float("nan"), dtype=dtype)
+    got, expected = wide.clone()[:, 1:, 1:], wide.clone()[:, 1:, 1:]
+    numba_ops.gather_blocks(blocks, slots, mask, starts, got)
+    reference.gather_blocks(blocks, slots, mask, starts, expected)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert got.isnan().any()
+    assert not got.isnan().all()

@@ -177,7 +177,7 @@ class Pair:
         for name, summary in layer.index.summarise(blocks[..., :KEY_DIM]).items():
             assert torch.equal(layer.index.held(name, sealed), summary), name
         assert layer.host_bytes == blocks.numel() * blocks.element_size()
-        if layer.flying is None:
+        if layer.residency.flying is None:
             rows, heads, slots = (layer.working_set.block_of_slot >= 0).nonzero(as_tuple=True)
             held = layer.working_set.block_of_slot[rows, heads, slots]
             assert torch.equal(layer.working_set.slots[rows, heads, slots], blocks[rows, heads, held])

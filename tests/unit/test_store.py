@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from oasis_cache import OasisCache, OasisWarning, store
+from oasis_cache import OasisCache, OasisWarning, kernels, store
 from oasis_cache.blocks import LayerShape
 from oasis_cache.store import HostMemory, HostStore, PageAllocator
 from tests import models
@@ -35,8 +35,14 @@ def test_blocks_come_back_as_written_over_many_slabs():
     assert moved == everything.numel() * 4 == host.used_bytes
     assert torch.equal(host.read_range(0, 110), flat(everything))
     assert torch.equal(host.read_range(33, 70), flat(everything[:, :, 33:70]))
-    rows, heads, numbers = torch.randint(0, 2, (50,)), torch.randint(0, 3, (50,)), torch.randint(0, 110, (50,))
-    assert torch.equal(host.read_blocks(rows, heads, numbers), everything[rows, heads, numbers])
+    numbers = torch.stack([torch.randperm(110)[:50] for _ in range(6)]).view(2, 3, 50)
+    target = torch.full((2, 3, 50, 8, 10), float("nan"))
+    for gather in (kernels.gather_blocks, kernels.gather_blocks_by_host):
+        gather(
+            numbers, torch.arange(50).expand(2, 3, -1), torch.ones(2, 3, 50, dtype=torch.bool), host.addresses, target
+        )
+        assert torch.equal(target, everything.gather(2, numbers[..., None, None].expand_as(target)))
+        target.fill_(float("nan"))
     host.check_integrity()
 
 

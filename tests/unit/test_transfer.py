@@ -7,12 +7,31 @@ import contextlib
 import pytest
 import torch
 
-from oasis_cache import OasisCache
+from oasis_cache import OasisCache, kernels
 from oasis_cache.blocks import FetchPlan, LayerShape
-from oasis_cache.layer import OasisLayer
+from oasis_cache.residency import Residency
 from oasis_cache.store import HostMemory, HostStore
-from oasis_cache.transfer import SimulatedEngine, SyncEngine, ThreadEngine, TransferEngine, make_engine
+from oasis_cache.transfer import (
+    NoStreams,
+    SimulatedStreams,
+    ThreadStreams,
+    TransferEngine,
+    make_engine,
+)
 from tests import models
+
+
+def sync_engine():
+    return TransferEngine(NoStreams())
+
+
+def thread_engine():
+    return TransferEngine(ThreadStreams())
+
+
+def simulated_engine(seed=0, early=0.3):
+    return TransferEngine(SimulatedStreams(seed, early))
+
 
 SHAPE = LayerShape(2, 2, 4, 6, torch.float32, torch.device("cpu"))
 BASE = dict(budget=128, block_size=8, recent_blocks=2, sparse_rows=8, stream_tokens=32)
@@ -41,7 +60,7 @@ def with_bool_mask(plan):
 
 
 @pytest.mark.parametrize(
-    "engine", [SyncEngine(), ThreadEngine(), SimulatedEngine(3)], ids=["sync", "threads", "simulated"]
+    "engine", [sync_engine(), thread_engine(), simulated_engine(3)], ids=["sync", "threads", "simulated"]
 )
 def test_engines_move_the_planned_blocks_and_nothing_else(engine):
     store, plan = filled_store(), with_bool_mask(small_plan())
@@ -56,22 +75,23 @@ def test_engines_move_the_planned_blocks_and_nothing_else(engine):
 
 
 def test_simulated_engine_poisons_what_is_in_flight():
-    engine, target = SimulatedEngine(early=0.0), torch.zeros(2, 2, 4, 8, SHAPE.kv_dim)
+    engine, target = simulated_engine(early=0.0), torch.zeros(2, 2, 4, 8, SHAPE.kv_dim)
     transfer = engine.submit(with_bool_mask(small_plan()), filled_store(), target)
-    assert target[transfer.where].isnan().all()
+    rows, heads, entries = transfer.plan.mask.nonzero(as_tuple=True)
+    assert target[rows, heads, transfer.plan.slots[rows, heads, entries]].isnan().all()
     assert not engine.ready(transfer)
     engine.wait(transfer)
     assert not target.isnan().any()
 
 
 def test_simulated_engine_refuses_a_buffer_still_in_flight():
-    engine, store, target = SimulatedEngine(early=0.0), filled_store(), torch.zeros(2, 2, 4, 8, SHAPE.kv_dim)
+    engine, store, target = simulated_engine(early=0.0), filled_store(), torch.zeros(2, 2, 4, 8, SHAPE.kv_dim)
     engine.submit(with_bool_mask(small_plan()), store, target)
     with pytest.raises(AssertionError, match="rule 3"):
         engine.submit(with_bool_mask(small_plan()), store, target)
 
 
-@pytest.mark.parametrize("engine", [ThreadEngine(), SimulatedEngine(early=0.0)], ids=["threads", "simulated"])
+@pytest.mark.parametrize("engine", [thread_engine(), simulated_engine(early=0.0)], ids=["threads", "simulated"])
 def test_cancelled_transfers_write_nothing_afterwards(engine):
     target = torch.zeros(2, 2, 4, 8, SHAPE.kv_dim)
     transfer = engine.submit(with_bool_mask(small_plan()), filled_store(), target)
@@ -81,10 +101,14 @@ def test_cancelled_transfers_write_nothing_afterwards(engine):
     torch.testing.assert_close(target, before, equal_nan=True)
 
 
-def test_thread_engine_reports_errors_where_it_is_waited_for():
-    engine, store = ThreadEngine(), filled_store()
-    transfer = engine.submit(with_bool_mask(small_plan()), store, torch.zeros(2, 2, 4, 8, 1))  # too narrow
-    with pytest.raises(RuntimeError):
+def test_thread_engine_reports_errors_where_it_is_waited_for(monkeypatch):
+    def fail(*_):
+        raise OSError("the tier is gone")
+
+    monkeypatch.setattr(kernels, "gather_blocks", fail)
+    engine, store = thread_engine(), filled_store()
+    transfer = engine.submit(with_bool_mask(small_plan()), store, torch.zeros(2, 2, 4, 8, SHAPE.kv_dim))
+    with pytest.raises(OSError, match="tier is gone"):
         engine.wait(transfer)
 
 
@@ -98,7 +122,7 @@ class SeededCache(OasisCache):
 
     def __init__(self, seed, **options):
         super().__init__(engine="simulated", **options)
-        self.runtime.engine = SimulatedEngine(seed)
+        self.runtime.engine = simulated_engine(seed)
 
 
 def logits_of(cache, model, **options):
@@ -178,14 +202,12 @@ def test_a_missing_wait_is_seen(model, monkeypatch, missing, on_miss):
     """With either wait of the decode step left out, NaN or a broken rule shows: the simulated engine would catch the bug."""
     settings = dict(BASE, on_miss=on_miss, lookahead="draft", max_fetch=0.3)
 
-    def skip_wait(layer, transfer):
-        is_prefetch = transfer is layer.flying
-        if is_prefetch != (missing == "prefetched"):
-            layer.runtime.engine.wait(transfer)
-
-    monkeypatch.setattr(OasisLayer, "_wait", skip_wait)
+    if missing == "demand":
+        monkeypatch.setattr(SimulatedStreams, "now", lambda streams, transfer: streams.issue(transfer))
+    else:
+        monkeypatch.setattr(Residency, "_wait", lambda residency, transfer: None)
     cache = OasisCache(**settings, engine="simulated")
-    cache.runtime.engine = SimulatedEngine(early=0.0)
+    cache.runtime.engine = simulated_engine(early=0.0)
     broken_rule = contextlib.suppress(AssertionError)
     with broken_rule:
         assert not logits_of(cache, model).isnan().any()
@@ -204,13 +226,13 @@ def test_a_transfer_in_flight_is_dropped_by_a_crop(model):
             return model(ids[:, :1], past_key_values=cache).logits
 
     cache = OasisCache(**BASE, lookahead="draft", max_fetch=0.5, engine="simulated")
-    cache.runtime.engine = SimulatedEngine(early=0.0)
+    cache.runtime.engine = simulated_engine(early=0.0)
     assert torch.equal(run(cache), run(OasisCache(**BASE)))
     assert cache.stats().dropped == len(cache.layers)
 
 
 def test_engines_share_one_interface():
-    for engine in (SyncEngine(), ThreadEngine(), SimulatedEngine()):
+    for engine in (sync_engine(), thread_engine(), simulated_engine()):
         assert isinstance(engine, TransferEngine)
         engine.close()
         engine.close()

@@ -1,0 +1,132 @@
+"""Attention of one layer's current forward: sparse over the working set, or streamed over everything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from oasis_cache import kernels
+from oasis_cache.kernels import reference
+from oasis_cache.masks import AttentionMask
+from oasis_cache.selector import choose_blocks, predict_scores, refine_by_attention, score_blocks
+from oasis_cache.stats import StepTrace
+
+if TYPE_CHECKING:
+    from oasis_cache.layer import OasisLayer
+
+
+def attend_sparse(
+    layer: OasisLayer,
+    query: torch.Tensor,
+    mask: AttentionMask,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention over sink + selected blocks + window; then the next step's blocks are sent for.
+
+    Args:
+        query: [batch, query_heads, rows, key_dim].
+        sinks: [query_heads] logits, or None.
+
+    Returns:
+        [batch, query_heads, rows, value_dim] in the query's dtype.
+    """
+    config, shape, index, residency = layer.config, layer.shape, layer.index, layer.residency
+    assert shape is not None
+    assert index is not None
+    assert residency is not None
+    working_set = residency.working_set
+    batch, query_heads, rows, _ = query.shape
+    group = query_heads // shape.kv_heads
+    queries = query.reshape(batch, shape.kv_heads, group * rows, -1)
+    num_blocks = working_set.window_start // config.block_size
+    visible = mask.visible_tokens(working_set.window_start)
+    if visible is not None:
+        visible = visible.unflatten(1, (num_blocks, config.block_size))
+    scores = score_blocks(index, queries, group, num_blocks, scaling, visible, layer.runtime.roles_of(batch, rows))
+    residency.land()
+    demanded = config.on_miss == "fetch" or working_set.has_empty_slots
+    if demanded:
+        residency.demand(choose_blocks(scores.best, config.num_slots, config.sink_blocks), num_blocks)
+    _count(layer)
+    if config.trace and config.on_miss == "fetch":
+        _record(layer, rows)
+    token_mask = mask.gather(working_set.token_positions(), group) if mask.values is not None else None
+    inputs = (queries, working_set.kv, shape.key_dim, working_set.num_tokens, rows, scaling, token_mask, softcap)
+    sinks = None if sinks is None else sinks.view(shape.kv_heads, group)
+    if config.on_miss == "fetch":
+        out = kernels.sparse_attention(*inputs, sinks)
+        if residency.prefetches:
+            residency.stage(predict_scores(scores, config.lookahead))
+    else:
+        out, lse, mass = kernels.sparse_attention_with_mass(*inputs, sinks)
+        mass = mass[..., : working_set.slot_tokens].unflatten(-1, (config.num_slots, config.block_size)).sum(-1)
+        prediction = refine_by_attention(scores, lse, mass, working_set.block_of_slot, group, config.lookahead)
+        if not demanded:
+            residency.count_resident(choose_blocks(scores.best, config.num_slots, config.sink_blocks), num_blocks)
+        if config.trace:
+            _record(layer, rows)
+        residency.replace(choose_blocks(prediction, config.num_slots, config.sink_blocks), num_blocks)
+    return out.to(query.dtype).view(batch, query_heads, rows, shape.value_dim)
+
+
+def attend_streamed(
+    layer: OasisLayer,
+    query: torch.Tensor,
+    mask: AttentionMask,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Exact attention over everything, past blocks brought through in pieces and merged by their log-sum-exp.
+
+    Arguments and result as those of `attend_sparse`.
+    """
+    shape, rows = layer.shape, query.shape[2]
+    assert shape is not None
+    batch, query_heads = query.shape[:2]
+    queries = query.reshape(batch, shape.kv_heads, -1, shape.key_dim)  # group * rows
+    group, total = query_heads // shape.kv_heads, layer.get_seq_length()
+    parts, position = [], 0
+    for kv in layer.pieces():
+        stop = position + kv.shape[2]
+        columns = mask.columns(position, stop, shape.kv_heads)
+        if columns is None and mask.causal and stop > total - rows:
+            columns = reference.causal_rows(rows, total, kv.device)[None, None, :, position:stop]
+        if columns is not None and columns.shape[2] == rows and group > 1 and not mask.per_head:
+            columns = columns.repeat(1, 1, group, 1)
+        keys, values = kv[..., : shape.key_dim], kv[..., shape.key_dim :]
+        parts.append(kernels.attention(queries, keys, values, scaling, columns, softcap))
+        if len(parts) == 2:
+            parts = [reference.merge(parts)]
+        position = stop
+    out, lse = parts[0]
+    out, lse = out.view(batch, query_heads, rows, -1), lse.view(batch, query_heads, rows)
+    if sinks is not None:
+        out = reference.apply_sinks(out, lse, sinks)
+    return out.to(query.dtype)
+
+
+def _count(layer: OasisLayer) -> None:
+    """Enter the current sparse step in the counters."""
+    config, shape, counters = layer.config, layer.shape, layer.counters
+    assert shape is not None
+    assert layer.store is not None
+    assert layer.working_set is not None
+    recent = layer.store.num_blocks - layer.working_set.window_start // config.block_size
+    blocks = config.num_slots + recent
+    counters.tokens_read_max = max(counters.tokens_read_max, blocks * config.block_size)
+    counters.blocks_read += blocks * shape.batch * shape.kv_heads
+
+
+def _record(layer: OasisLayer, rows: int) -> None:
+    """Enter the current sparse step in the trace."""
+    residency = layer.residency
+    assert residency is not None
+    working_set = residency.working_set
+    selected = working_set.block_of_slot.sort(dim=2).values.to("cpu", torch.int32)
+    absent, missed = (part.to("cpu", torch.int32) for part in (residency.absent, residency.missed))
+    window_block = working_set.window_start // layer.config.block_size
+    layer.trace.append(StepTrace(layer.length, rows, window_block, selected, absent, missed))

@@ -1,0 +1,133 @@
+"""Which blocks of a layer are on the device: demanded ones now, predicted ones on their way, and the count of both."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import torch
+
+from oasis_cache.blocks import FetchPlan, LayerShape
+from oasis_cache.pool import WorkingSet
+from oasis_cache.runtime import Runtime
+from oasis_cache.stats import LayerCounters
+from oasis_cache.store import HostStore
+from oasis_cache.transfer import Transfer
+
+
+class Residency:
+    """The working set of one layer, and the transfers that change it.
+
+    A step first lands what the last one sent for, then demands what it reads (`on_miss="fetch"`), and after attention sends for
+    what the next one should want: `stage` keeps it beside the slots, `replace` puts it into them (`on_miss="skip"`).
+
+    Attributes:
+        flying: The prefetch that no step has landed yet.
+        generation: Goes up whenever blocks, rows or slots change their meaning; a transfer of an older one must not be landed.
+        absent, missed: Of the last step, [batch, kv_heads]: wanted blocks that were in no slot; that were not prefetched either.
+    """
+
+    def __init__(self, runtime: Runtime, shape: LayerShape, store: HostStore, counters: LayerCounters) -> None:
+        config = runtime.config
+        self.runtime, self.config, self.store, self.counters = runtime, config, store, counters
+        num_staged = config.num_staged_blocks if config.on_miss == "fetch" and self.prefetches else 0
+        self.working_set = WorkingSet(shape, config.block_size, config.num_slots, config.window_tokens, num_staged)
+        self.flying: Transfer | None = None
+        self.generation = 0
+        self.absent = self.missed = torch.zeros(0)
+        self._late = False
+
+    def __deepcopy__(self, memo: dict) -> Residency:
+        assert self.flying is None, "land a prefetch before copying"
+        twin = copy.copy(self)
+        for name in ("runtime", "store", "counters", "working_set"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        return twin
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether `on_miss="fetch"` prefetches: by default only if copies really run beside the computation."""
+        mode = self.config.lookahead
+        return (
+            mode != "off" and self.config.max_fetch_blocks > 0 and (mode != "auto" or self.runtime.engine.asynchronous)
+        )
+
+    def land(self) -> None:
+        """Wait for what the last step sent for."""
+        self._late = False
+        if self.flying is not None:
+            assert self.flying.plan.generation == self.generation, "a prefetch outlived a change of what it was for"
+            self._late = not self.runtime.engine.ready(self.flying)
+            self._wait(self.flying)
+            self.flying = None
+
+    def _wait(self, transfer: Transfer) -> None:
+        started = time.perf_counter()
+        self.runtime.engine.wait(transfer)
+        self.counters.stall_seconds += time.perf_counter() - started
+
+    def demand(self, wanted: torch.Tensor, num_blocks: int) -> None:
+        """Bring blocks into slots, from the staging area or the host tier, before attention reads.
+
+        Args:
+            wanted: [batch, kv_heads, count] int64, distinct block numbers.
+            num_blocks: Blocks that exist before the window.
+        """
+        plan = self.working_set.want(wanted, num_blocks, self.config.num_slots, self.generation)
+        absent = missed = plan.mask.sum(2)
+        if self.working_set.staging.shape[2]:
+            plan, staged = self.working_set.take_staged(plan)
+            missed = plan.mask.sum(2)
+            self.counters.prefetched_used += staged
+            if self._late:
+                self.counters.late += staged
+        self._count(wanted, absent, missed)
+        self.counters.blocks_fetched += self.missed.sum()
+        started = time.perf_counter()
+        self.runtime.engine.fetch(plan, self.store, self.working_set.slots)
+        self.counters.stall_seconds += time.perf_counter() - started
+
+    def stage(self, prediction: torch.Tensor) -> None:
+        """Send for the best absent blocks by a prediction [batch, kv_heads, blocks]; slots stay as they are."""
+        self._send(self.working_set.want_staged(prediction, self.generation), self.working_set.staging)
+
+    def replace(self, wanted: torch.Tensor, num_blocks: int) -> None:
+        """Send for at most `max_fetch` of the wanted blocks [batch, kv_heads, count], into slots that are not wanted."""
+        plan = self.working_set.want(wanted, num_blocks, self.config.max_fetch_blocks, self.generation)
+        self._send(plan, self.working_set.slots)
+
+    def _send(self, plan: FetchPlan, target: torch.Tensor) -> None:
+        count = plan.mask.sum()
+        self.counters.prefetched += count
+        self.counters.blocks_fetched += count
+        self.flying = self.runtime.engine.submit(plan, self.store, target)
+
+    def count_resident(self, wanted: torch.Tensor, num_blocks: int) -> None:
+        """Count which of the wanted blocks [batch, kv_heads, count] are in slots, where none is fetched for this step."""
+        held = self.working_set.block_of_slot
+        resident = torch.zeros(*wanted.shape[:2], num_blocks, dtype=torch.bool, device=wanted.device)
+        missed = (~resident.scatter_(2, held.clamp_min(0), True).gather(2, wanted)).sum(2)
+        self._count(wanted, missed, missed)
+
+    def _count(self, wanted: torch.Tensor, absent: torch.Tensor, missed: torch.Tensor) -> None:
+        self.counters.selected += wanted.numel()
+        self.counters.absent += absent.sum()
+        self.counters.misses += missed.sum()
+        self.absent, self.missed = absent, missed
+
+    def call_off(self) -> None:
+        """Before tables or stores change under a transfer: drop it, and what was prefetched with it."""
+        self.generation += 1
+        if self.flying is not None:
+            self.runtime.engine.cancel(self.flying)
+            self.flying = None
+            self.counters.dropped += 1
+        self.working_set.forget_staged()
+        if self.config.on_miss == "skip":
+            self.working_set.forget_from(0)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Batch row i becomes the former row `rows[i]` (int64 [new batch]); what is on its way moves along."""
+        self.land()
+        self.generation += 1
+        self.working_set.select_rows(rows)
