@@ -16,6 +16,7 @@ from packaging.version import Version
 from transformers import (
     BloomConfig,
     DeepseekV3Config,
+    DeepseekV32Config,
     FalconH1Config,
     Gemma2Config,
     Gemma3Config,
@@ -217,6 +218,17 @@ FURTHER: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
                 "long_factor": [2.0, 2.0, 3.0, 4.0],
                 "original_max_position_embeddings": 32,
             },
+        },
+    ),
+    "deepseek-v32": (
+        DeepseekV32Config,
+        {
+            **ARCHITECTURES["deepseek-v3"][1],
+            "head_dim": 8,
+            "index_topk": 12,
+            "index_head_dim": 8,
+            "index_n_heads": 2,
+            "mlp_layer_types": ["dense", "sparse"],
         },
     ),
     "bloom": (BloomConfig, {"n_layer": 2, "n_head": 4}),

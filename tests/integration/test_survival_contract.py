@@ -82,7 +82,7 @@ def test_reset_forgets_everything(model, config, first):
         assert stats.host_bytes == stats.host_bytes_reserved == stats.device_bytes == stats.index_bytes == 0
         assert stats.steps == stats.prefetched == stats.blocks_read == 0
         for layer in oasis_layers(cache):
-            assert layer.flying is None and layer.pending is None and not layer.trace
+            assert layer.working_set is layer.store is layer.index is layer.pending is None and not layer.trace
         keys, values = cache.update(torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16), 0)
         assert keys.shape[2] == values.shape[2] == 3
         cache.reset()
