@@ -171,12 +171,10 @@ class Int2Index(BlockIndex):
     sealed_by_kernel = True
 
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
-        codes, low, step = reference.quantise_int2(keys)
         compiled = kernels.numba_for(keys.device)
-        if compiled is None:
-            return {"codes": codes, "low": low, "step": step}
-        words = compiled.pack_words(reference.unpack_codes(codes, 2, keys.shape[-1]))
-        return {"words": words, "low": low, "step": step}
+        if compiled is not None:
+            return dict(zip(("words", "low", "step"), compiled.pack_int2(keys), strict=True))
+        return dict(zip(("codes", "low", "step"), reference.quantise_int2(keys), strict=True))
 
     def log_mass(
         self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None

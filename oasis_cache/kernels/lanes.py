@@ -1,4 +1,4 @@
-"""Vector code for numba: the two inner loops of scoring, as LLVM vectors of 16 floats.
+"""What numba does not make of loops: the inner loops of scoring as LLVM vectors of 16 floats, and a plain copy of bytes.
 
 numba cannot tell that two arrays do not overlap, and so leaves short loops over them unvectorised, several times slower.
 These functions take addresses and are called from compiled functions only.
@@ -6,10 +6,11 @@ These functions take addresses and are called from compiled functions only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 LANES = 16
@@ -95,49 +96,128 @@ def _dot(rows: int) -> Any:
 dot_1, dot_2, dot_3, dot_4 = _dot(1), _dot(2), _dot(3), _dot(4)
 
 
+def _loop(
+    builder: ir.IRBuilder,
+    count: ir.Value,
+    starts: list[ir.Value],
+    body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+) -> list[ir.Value]:
+    """`for position in range(0, count, 16)`, at least once; `body(position, carried)` returns what is carried on."""
+    before = builder.block
+    inside, after = builder.append_basic_block("vectors"), builder.append_basic_block("end")
+    builder.branch(inside)
+    builder.position_at_end(inside)
+    position = builder.phi(count.type)
+    position.add_incoming(ir.Constant(count.type, 0), before)
+    carried = [builder.phi(start.type) for start in starts]
+    results = body(position, list(carried))
+    following = builder.add(position, ir.Constant(count.type, LANES))
+    position.add_incoming(following, builder.block)
+    for value, start, result in zip(carried, starts, results, strict=True):
+        value.add_incoming(start, before)
+        value.add_incoming(result, builder.block)
+    builder.cbranch(builder.icmp_unsigned("<", following, count), inside, after)
+    builder.position_at_end(after)
+    return results
+
+
+def _reduce(vector: ir.Value, builder: ir.IRBuilder, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """All lanes combined into one scalar, halves with halves."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        low, high = (ir.Constant(ir.VectorType(_I32, width), list(range(at, at + width))) for at in (0, width))
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        vector = combine(
+            builder.shuffle_vector(vector, undefined, low), builder.shuffle_vector(vector, undefined, high)
+        )
+    return builder.extract_element(vector, ir.Constant(_I32, 0))
+
+
 @intrinsic
 def exp_in_place(typing_context: Any, values: Any, count: Any, highest: Any) -> Any:
-    """values[:count] become exp(value - highest); returns their sum, f32.
+    """values[:count] become exp(value - their maximum), and highest[0] the maximum; returns their sum, f32.
 
-    values: address of f32, none above `highest`; count: a multiple of 16, at least 16. What is 87 and more below `highest`
-    becomes 1e-38 or less.
+    values, highest: addresses of f32; count: a multiple of 16, at least 16. What is 87 and more below the maximum becomes
+    1e-38 or less.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         values, count, highest = arguments
-        values = builder.inttoptr(values, _F32.as_pointer())
-        highest = _splat(builder, highest, _FLOATS)
-        before = builder.block
-        body, after = builder.append_basic_block("vectors"), builder.append_basic_block("end")
-        builder.branch(body)
-        builder.position_at_end(body)
-        position, total = builder.phi(count.type), builder.phi(_FLOATS)
-        position.add_incoming(ir.Constant(count.type, 0), before)
-        total.add_incoming(_every(_FLOATS, 0.0), before)
-        place = _vector_at(builder, values, position)
-        x = builder.fmul(builder.fsub(_load(builder, place), highest), _every(_FLOATS, 1.44269504))
-        lowest = _every(_FLOATS, -126.0)
-        x = builder.select(builder.fcmp_ordered(">", x, lowest), x, lowest)
-        truncated = builder.fptosi(x, _INTS)
-        above = builder.fcmp_ordered(">", builder.sitofp(truncated, _FLOATS), x)
-        whole = builder.add(truncated, builder.sext(above, _INTS))
-        x = builder.fsub(x, builder.sitofp(whole, _FLOATS))
-        y = _every(_FLOATS, _EXP2[0])
-        for coefficient in _EXP2[1:]:
-            y = builder.fadd(builder.fmul(y, x, flags=_FAST), _every(_FLOATS, coefficient), flags=_FAST)
-        exponent = builder.add(whole, _every(_INTS, 127))
-        power = builder.bitcast(builder.shl(exponent, _every(_INTS, 23)), _FLOATS)
-        y = builder.fmul(y, power)
-        _store(builder, y, place)
-        new_total = builder.fadd(total, y)
-        following = builder.add(position, ir.Constant(count.type, LANES))
-        position.add_incoming(following, body)
-        total.add_incoming(new_total, body)
-        builder.cbranch(builder.icmp_unsigned("<", following, count), body, after)
-        builder.position_at_end(after)
-        lanes = [builder.extract_element(new_total, ir.Constant(_I32, lane)) for lane in range(LANES)]
-        while len(lanes) > 1:
-            lanes = [builder.fadd(a, b) for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
-        return lanes[0]
+        values, highest = (builder.inttoptr(address, _F32.as_pointer()) for address in (values, highest))
+
+        def larger(a: ir.Value, b: ir.Value) -> ir.Value:
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        (maximum,) = _loop(
+            builder,
+            count,
+            [_every(_FLOATS, -3e38)],
+            lambda position, best: [larger(best[0], _load(builder, _vector_at(builder, values, position)))],
+        )
+        maximum = _reduce(maximum, builder, larger)
+        builder.store(maximum, highest)
+        maximum = _splat(builder, maximum, _FLOATS)
+
+        def exponentiate(position: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
+            place = _vector_at(builder, values, position)
+            x = builder.fmul(builder.fsub(_load(builder, place), maximum), _every(_FLOATS, 1.44269504))
+            x = larger(x, _every(_FLOATS, -126.0))
+            truncated = builder.fptosi(x, _INTS)
+            above = builder.fcmp_ordered(">", builder.sitofp(truncated, _FLOATS), x)
+            whole = builder.add(truncated, builder.sext(above, _INTS))
+            x = builder.fsub(x, builder.sitofp(whole, _FLOATS))
+            y = _every(_FLOATS, _EXP2[0])
+            for coefficient in _EXP2[1:]:
+                y = builder.fadd(builder.fmul(y, x, flags=_FAST), _every(_FLOATS, coefficient), flags=_FAST)
+            power = builder.shl(builder.add(whole, _every(_INTS, 127)), _every(_INTS, 23))
+            y = builder.fmul(y, builder.bitcast(power, _FLOATS))
+            _store(builder, y, place)
+            return [builder.fadd(total[0], y)]
+
+        (total,) = _loop(builder, count, [_every(_FLOATS, 0.0)], exponentiate)
+        return _reduce(total, builder, builder.fadd)
 
     return types.float32(values, count, highest), generate
+
+
+@intrinsic
+def scale_query(typing_context: Any, query: Any, low: Any, step: Any, dim: Any, scaled: Any) -> Any:
+    """scaled[c] = query[c] * step[c]; returns the sum of query[c] * low[c], f32.
+
+    query, scaled [dim] f32; low, step [dim] bfloat16: addresses. dim: a multiple of 16.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        query, low, step, dim, scaled = arguments
+        query, scaled = (builder.inttoptr(address, _F32.as_pointer()) for address in (query, scaled))
+        low, step = (builder.inttoptr(address, ir.IntType(16).as_pointer()) for address in (low, step))
+        halves = ir.VectorType(ir.IntType(16), LANES)
+
+        def floats_at(array: ir.Value, position: ir.Value) -> ir.Value:
+            bits = builder.load(builder.bitcast(builder.gep(array, [position]), halves.as_pointer()))
+            bits.align = 2
+            return builder.bitcast(builder.shl(builder.zext(bits, _INTS), _every(_INTS, 16)), _FLOATS)
+
+        def body(position: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
+            part = _load(builder, _vector_at(builder, query, position))
+            _store(builder, builder.fmul(part, floats_at(step, position)), _vector_at(builder, scaled, position))
+            return [builder.fadd(total[0], builder.fmul(part, floats_at(low, position), flags=_FAST), flags=_FAST)]
+
+        (total,) = _loop(builder, dim, [_every(_FLOATS, 0.0)], body)
+        return _reduce(total, builder, builder.fadd)
+
+    return types.float32(query, low, step, dim, scaled), generate
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy `count` bytes between addresses that do not overlap."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        target, source, count = arguments
+        target, source = (builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source))
+        cgutils.raw_memcpy(builder, target, source, count, 1)
+        return context.get_dummy_value()
+
+    return types.void(target, source, count), generate

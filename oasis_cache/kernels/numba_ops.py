@@ -7,15 +7,13 @@ channel unpacks into one vector register with a lane for each token, and no sum 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numba
 import numpy as np
 import torch
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
-from oasis_cache.kernels.lanes import LANES, dot_1, dot_2, dot_3, dot_4, exp_in_place
+from oasis_cache.kernels import reference
+from oasis_cache.kernels.lanes import LANES, copy_bytes, dot_1, dot_2, dot_3, dot_4, exp_in_place, scale_query
 
 WORD_TOKENS = LANES  # tokens whose 2-bit codes share a word
 _CHUNK_BLOCKS = 128  # blocks a thread takes at a time
@@ -25,6 +23,23 @@ _parallel_lock = threading.Lock()  # not every threading layer of numba takes ca
 
 
 # --- Scoring --------------------------------------------------------------------------------------------------------------
+
+
+def pack_int2(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.quantise_int2` in this layout, channels padded to a multiple of 16.
+
+    Args:
+        keys: [batch, kv_heads, blocks, block_size, key_dim].
+
+    Returns:
+        words [batch, kv_heads, blocks, ceil(block_size / 16), channels] int32, low and step [batch, kv_heads, blocks, channels]
+        bfloat16.
+    """
+    codes, low, step = reference.quantise_int2(keys)
+    codes = reference.unpack_codes(codes, 2, keys.shape[-1])
+    padding = (0, -keys.shape[-1] % LANES)
+    words, low, step = (torch.nn.functional.pad(part, padding) for part in (pack_words(codes), low, step))
+    return words, low, step
 
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
@@ -45,27 +60,36 @@ def unpack_words(words: torch.Tensor, block_size: int) -> torch.Tensor:
 def _score_range(queries, words, low, step, visible, block_size, start, stop, out):
     """Log-mass of blocks start..stop of one KV head into out [rows, blocks] f32.
 
-    queries [rows, dim] f32, scaled; words [blocks, words per block, dim] u32; low, step [blocks, dim], bfloat16 as u16;
-    visible [blocks, block_size] u8, or without blocks: all are.
+    queries [rows, dim] f32, scaled, dim a multiple of 16; words [blocks, words per block, dim] u32; low, step [blocks, dim],
+    bfloat16 as u16; visible [blocks, block_size] u8, or without blocks: all are.
     """
     rows, dim = queries.shape
     num_words = words.shape[1]
     padded = num_words * LANES
-    low_bits, step_bits = np.empty(dim, np.uint32), np.empty(dim, np.uint32)
     scaled = np.empty((rows, dim), np.float32)
     scores = np.empty((num_words, rows, LANES), np.float32)
     tokens = np.empty(padded, np.float32)
-    p_scaled, p_scores = np.uintp(scaled.ctypes.data), np.uintp(scores.ctypes.data)
-    p_tokens = np.uintp(tokens.ctypes.data)
+    highest = np.empty(1, np.float32)
+    p_queries, p_scaled, p_scores = _address(queries), _address(scaled), _address(scores)
+    p_tokens, p_highest = _address(tokens), _address(highest)
+    p_words, p_low, p_step = _address(words), _address(low), _address(step)
     plain = block_size == LANES and visible.shape[0] == 0
     for block in range(start, stop):
-        _scale(queries, low[block], step[block], low_bits, step_bits, scaled, scores)
+        for row in range(rows):
+            base = scale_query(
+                p_queries + np.uintp(4 * row * dim),
+                p_low + np.uintp(2 * block * dim),
+                p_step + np.uintp(2 * block * dim),
+                np.uintp(dim),
+                p_scaled + np.uintp(4 * row * dim),
+            )
+            for w in range(num_words):
+                scores[w, row] = base
         for w in range(num_words):
-            p_word = np.uintp(words[block, w].ctypes.data)
-            row = 0
-            while row < rows:
-                p_row = p_scaled + np.uintp(row * dim * 4)
-                p_out = p_scores + np.uintp((w * rows + row) * LANES * 4)
+            p_word = p_words + np.uintp(4 * (block * num_words + w) * dim)
+            for row in range(0, rows, 4):
+                p_row = p_scaled + np.uintp(4 * row * dim)
+                p_out = p_scores + np.uintp(4 * (w * rows + row) * LANES)
                 if rows - row >= 4:
                     dot_4(p_word, p_row, np.uintp(dim), p_out)
                 elif rows - row == 3:
@@ -74,39 +98,28 @@ def _score_range(queries, words, low, step, visible, block_size, start, stop, ou
                     dot_2(p_word, p_row, np.uintp(dim), p_out)
                 else:
                     dot_1(p_word, p_row, np.uintp(dim), p_out)
-                row += 4
         for row in range(rows):
             if plain:
-                highest = scores[0, row].max()
-                p_row = p_scores + np.uintp(row * LANES * 4)
-                out[row, block] = highest + np.log(exp_in_place(p_row, np.uintp(LANES), highest))
+                total = exp_in_place(p_scores + np.uintp(4 * row * LANES), np.uintp(LANES), p_highest)
+                out[row, block] = highest[0] + np.log(total)
                 continue
-            highest = MASKED
+            hidden = True
             for t in range(padded):
                 tokens[t] = scores[t // LANES, row, t % LANES]
                 if t >= block_size or (visible.shape[0] > 0 and not visible[block, t]):
                     tokens[t] = MASKED
-                highest = max(highest, tokens[t])
-            if highest > MASKED:
-                highest += np.log(exp_in_place(p_tokens, np.uintp(padded), highest))
-            out[row, block] = highest
+                else:
+                    hidden = False
+            if hidden:
+                out[row, block] = MASKED
+            else:
+                total = exp_in_place(p_tokens, np.uintp(padded), p_highest)
+                out[row, block] = highest[0] + np.log(total)
 
 
-@numba.njit(fastmath=True, cache=True, nogil=True)
-def _scale(queries, low, step, low_bits, step_bits, scaled, scores):
-    """One block: scaled[row] = query * step, and scores[word, row, token] = query . low."""
-    rows, dim = queries.shape
-    lows, steps = low_bits.view(np.float32), step_bits.view(np.float32)
-    for c in range(dim):
-        low_bits[c] = np.uint32(low[c]) << np.uint32(16)
-        step_bits[c] = np.uint32(step[c]) << np.uint32(16)
-    for row in range(rows):
-        total = np.float32(0.0)
-        for c in range(dim):
-            total += queries[row, c] * lows[c]
-        for c in range(dim):
-            scaled[row, c] = queries[row, c] * steps[c]
-        scores[:, row] = total
+@numba.njit(inline="always")
+def _address(array):
+    return np.uintp(array.ctypes.data)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -114,22 +127,24 @@ def _rank(log_mass, rows, best):
     """One KV head: log_mass [group, rows, blocks] f32 -> rows [rows, blocks] f32 as `rank_rows` gives them, best [blocks] f32."""
     group, num_rows, blocks = log_mass.shape
     shares = np.full((blocks + LANES - 1) // LANES * LANES, MASKED, np.float32)
-    rows[:] = np.float32(0.0)
+    highest = np.empty(1, np.float32)
     for row in range(num_rows):
+        rows[row, :] = np.float32(0.0)
         for g in range(group):
-            highest = log_mass[g, row].max()
-            if highest <= MASKED:
-                continue
             shares[:blocks] = log_mass[g, row]
             shares[blocks:] = MASKED
-            total = exp_in_place(np.uintp(shares.ctypes.data), np.uintp(shares.size), highest)
-            rows[row] += shares[:blocks] * (np.float32(1.0) / (total * np.float32(group)))
+            total = exp_in_place(_address(shares), np.uintp(shares.size), _address(highest))
+            if highest[0] > MASKED:
+                weight = np.float32(1.0) / (total * np.float32(group))
+                for block in range(blocks):
+                    rows[row, block] += shares[block] * weight
         for block in range(blocks):
             if log_mass[0, row, block] <= MASKED:
                 rows[row, block] = np.float32(-1.0)
     best[:] = rows[0]
     for row in range(1, num_rows):
-        best[:] = np.maximum(best, rows[row])
+        for block in range(blocks):
+            best[block] = max(best[block], rows[row, block])
 
 
 @numba.njit(cache=True, nogil=True)
@@ -184,17 +199,17 @@ def score_int2(
 
     Args:
         queries: [batch, kv_heads, group * rows, key_dim].
-        words: [batch, kv_heads, capacity, ceil(block_size / 16), key_dim] int32, contiguous.
-        low, step: [batch, kv_heads, capacity, key_dim] bfloat16, contiguous.
+        words, low, step: As `pack_int2` makes them, [batch, kv_heads, capacity, ...], contiguous.
         visible: [batch, num_blocks, block_size] bool, or None.
     """
-    batch, kv_heads, query_rows, _ = queries.shape
+    batch, kv_heads, query_rows, dim = queries.shape
     heads, rows = batch * kv_heads, query_rows // group
+    padding = (0, words.shape[-1] - dim)
     log_mass = np.empty((heads, query_rows, num_blocks), np.float32)
     shares = np.empty((heads, rows, num_blocks), np.float32)
     best = np.empty((heads, num_blocks), np.float32)
     arrays = (
-        (queries.float() * scaling).flatten(0, 1).numpy(),
+        torch.nn.functional.pad(queries.float() * scaling, padding).flatten(0, 1).numpy(),
         words.flatten(0, 1).numpy().view(np.uint32),
         low.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
         step.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
@@ -288,16 +303,6 @@ def delta_select(
 # --- Movement -------------------------------------------------------------------------------------------------------------
 
 
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer that `numba.carray` takes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate
-
-
 @numba.njit(cache=True, nogil=True)
 def _gather(blocks, slots, mask, addresses, block_bytes, target, stride_batch, stride_head, stride_slot):
     """Copy blocks from pages to the slots of the buffer at address `target`; strides in bytes."""
@@ -308,9 +313,7 @@ def _gather(blocks, slots, mask, addresses, block_bytes, target, stride_batch, s
                 if mask[row, head, entry]:
                     source = addresses[row, blocks[row, head, entry]] + head * block_bytes
                     place = target + row * stride_batch + head * stride_head + slots[row, head, entry] * stride_slot
-                    numba.carray(_pointer(place), block_bytes, np.uint8)[:] = numba.carray(
-                        _pointer(source), block_bytes, np.uint8
-                    )
+                    copy_bytes(np.uintp(place), np.uintp(source), np.uintp(block_bytes))
 
 
 def gather_blocks(

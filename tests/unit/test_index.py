@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from oasis_cache import kernels
 from oasis_cache.index import INDEXES, make_index
 from oasis_cache.kernels import reference
 
@@ -100,9 +101,11 @@ def test_hidden_tokens_do_not_count(name):
     assert (reference.rank_blocks(log_mass, 3)[0, :, :3] == -1).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "per_block"), [("int2", 16 * 6 + 4 * 24), ("int1", 16 * 3 + 4 * 24), ("minmax", 8 * 24)]
-)
+# 24 channels: numba pads them to 32.
+INT2_BYTES = 16 * 6 + 4 * 24 if kernels.numba_for(torch.device("cpu")) is None else 4 * 32 + 4 * 32
+
+
+@pytest.mark.parametrize(("name", "per_block"), [("int2", INT2_BYTES), ("int1", 16 * 3 + 4 * 24), ("minmax", 8 * 24)])
 def test_bytes_are_accounted(name, per_block):
     assert filled(name, keys_of()).num_bytes == 2 * 2 * 20 * per_block
 
