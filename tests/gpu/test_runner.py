@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import itertools
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from eval.bench.gpu import __main__ as runner
 from eval.bench.gpu import ledger, part, sanitize
@@ -66,6 +71,62 @@ def test_what_has_no_time_is_skipped_and_said(capsys):
     out = capsys.readouterr().out
     for name in MEASURED:
         assert f"{name}: 0 s were left" in out or f"{name}: -0 s were left" in out
+
+
+class _Fake:
+    """A stream, event or graph of no device."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def replay(self) -> None: ...
+
+    def elapsed_time(self, other: object) -> float:
+        return 1.0
+
+
+class _Pageable(TorchFunctionMode):
+    """Page-locked memory that is not."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """CUDA's interface without CUDA, so that the code for a GPU runs at least."""
+    allocated = itertools.count(1 << 17, 1 << 17)
+    monkeypatch.setattr(Bench, "on_gpu", True)
+    for name in ("Event", "Stream", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, _Fake)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    for name in ("synchronize", "empty_cache", "init", "set_per_process_memory_fraction"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "default_stream", mock.Mock(side_effect=RuntimeError("there are no streams")))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 30))
+    with _Pageable():
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_gpu")
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_code_for_a_gpu_runs(name, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    part.run(name, "cpu", True, 60, rows)
+    report = runner.Report()
+    runner.read_rows(rows, report)
+    assert report.rows
+    if name == "decode":  # its streams are not among the fakes
+        assert any(
+            "DynamicCache, offloaded could not run: there are no streams" in statement
+            for statement in report.statements
+        )
 
 
 @pytest.mark.slow
