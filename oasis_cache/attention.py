@@ -138,6 +138,19 @@ def dispatch(
     """
     if not isinstance(key, KVView):
         return original(module, query, key, value, attention_mask, *args, **kwargs)
+    return _dispatch_view(original, module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _dispatch_view_eagerly(
+    original: Callable,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: KVView,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if module.training and torch.is_grad_enabled():
         raise ValueError("OasisCache does not carry gradients: call model.eval(), or train with use_cache=False")
     arguments = {**dict(zip(("scaling", "dropout"), args, strict=False)), **kwargs}
@@ -163,6 +176,8 @@ def dispatch(
     )
     return out, None
 
+
+_dispatch_view = torch.compiler.disable(_dispatch_view_eagerly)  # state of Python: nothing to trace
 
 _lock = threading.Lock()
 _original_get_interface: Callable | None = None

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from types import FrameType
@@ -57,6 +58,7 @@ class OasisCache(DynamicCache):
         self.runtime = Runtime.create(self.config)
         self.model_config: PretrainedConfig | None = None
         self._config_given = model_config is not None
+        self._thread = threading.get_ident()  # that began the current forward
         Cache.__init__(
             self, layers=[]
         )  # a DynamicCache where `EncoderDecoderCache` and models ask for one, but with other layers
@@ -250,13 +252,19 @@ class OasisCache(DynamicCache):
 
         Raises:
             MemoryError: The host tier cannot take the forward's tokens in all layers. Nothing was written.
-            RuntimeError: An earlier forward broke off between the first layer and this one.
+            RuntimeError: An earlier forward broke off between the first layer and this one, or another thread began one.
         """
         layer, oasis_layers = self.layers[layer_idx], self._oasis_layers
         if not isinstance(layer, OasisLayer):
             return
         rows = keys.shape[-2]
+        if layer is not oasis_layers[0] and self._thread != threading.get_ident():
+            raise RuntimeError(
+                f"two threads use this cache: another one began a forward before this one came to layer {layer_idx}. Give each "
+                "thread a cache of its own; crop(0) or reset() makes this one usable again"
+            )
         if layer is oasis_layers[0]:
+            self._thread = threading.get_ident()
             self.runtime.masks.clear()
             shape = LayerShape.of(keys, values)
             needed = sum(each.slab_bytes_for(shape, rows) for each in oasis_layers)
@@ -413,6 +421,9 @@ class OasisCache(DynamicCache):
             f"steps={stats.sparse_steps} sparse / {stats.dense_steps} dense, device={stats.device_bytes:,} B, "
             f"index={stats.index_bytes:,} B, host={stats.host_bytes:,} B, hit_rate={stats.hit_rate:.3f})"
         )
+
+
+OasisCache.update = torch.compiler.disable(OasisCache.update)  # type: ignore[method-assign] # state of Python: nothing to trace
 
 
 def transformers_layers(model_config: PretrainedConfig) -> list[Any]:
