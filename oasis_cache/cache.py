@@ -385,7 +385,7 @@ class OasisCache(DynamicCache):
             hits=sum(c.selected for c in counters) - misses,
             misses=misses,
             prefetched=sum(int(c.prefetched) for c in counters),
-            prefetched_used=sum(int(c.prefetched_used) for c in counters),
+            spare_hits=sum(int(c.spare_hits) for c in counters),
             late=late,
             dropped=sum(c.dropped for c in counters),
             bytes_fetched=sum(c.bytes_fetched for c in counters),

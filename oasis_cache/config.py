@@ -30,6 +30,9 @@ class OasisConfig:
             row, `"auto"` drafts where there are some, `"off"` none.
         max_fetch: Most blocks prefetched per KV head and step: an int, a fraction of the budget, or None (no cap). Demand
             fetches of `on_miss="fetch"` are not capped.
+        spare_blocks: Blocks per KV head kept on the device beside those that attention reads (`on_miss="fetch"`): prefetched ones,
+            and those that left the selection last. They are no part of `budget`. Default: as many as there are slots if blocks
+            are prefetched, else none.
         dense_below: Contexts of at most this many tokens stay dense and equal `DynamicCache`. Default: `budget`.
         sparse_rows: A forward of at most this many new tokens on a filled cache is a sparse step; a longer one is streamed
             exactly.
@@ -51,6 +54,7 @@ class OasisConfig:
     on_miss: str = "fetch"
     lookahead: str = "auto"
     max_fetch: int | float | None = 0.05
+    spare_blocks: int | None = None
     dense_below: int | None = None
     sparse_rows: int = 32
     max_host_bytes: int | None = None
@@ -73,6 +77,8 @@ class OasisConfig:
             )
         if self.budget % self.block_size:
             raise ValueError(f"budget={self.budget} must be a multiple of block_size={self.block_size}")
+        if self.spare_blocks is not None:
+            _check_int(self, "spare_blocks", minimum=0)
         if self.dense_below is not None:
             _check_int(self, "dense_below", minimum=0)
             if self.dense_below < self.budget:
@@ -137,10 +143,11 @@ class OasisConfig:
         """Capacity of the window behind the slots: recent blocks, the unsealed tail and the rows of one sparse step."""
         return self.recent_blocks * self.block_size + self.block_size - 1 + 2 * self.sparse_rows
 
-    @property
-    def num_staged_blocks(self) -> int:
-        """Blocks per KV head that prefetching may keep beside the slots (`on_miss="fetch"`)."""
-        return self.max_fetch_blocks
+    def num_spare_blocks(self, prefetches: bool) -> int:
+        """`spare_blocks`, or its default with or without prefetching."""
+        if self.spare_blocks is not None:
+            return self.spare_blocks
+        return self.num_slots if prefetches else 0
 
     @property
     def max_fetch_blocks(self) -> int:

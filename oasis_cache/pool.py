@@ -17,8 +17,9 @@ from oasis_cache.blocks import FetchPlan, LayerShape
 class WorkingSet:
     """Slots, window and staging area. Mutated by the layer and by landing transfers only.
 
-    The staging area takes prefetched blocks (`on_miss="fetch"`): which slot a block gets is then decided by selections alone, so
-    that prefetching changes neither the slots' order nor, by it, one bit of attention's sums.
+    The staging area takes prefetched blocks (`on_miss="fetch"`), and those that left the slots last (a victim cache): what enters
+    and leaves a selection is largely the same few blocks. Which slot a block gets is decided by selections alone, so that
+    prefetching changes neither the slots' order nor, by it, one bit of attention's sums.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class WorkingSet:
         self.shape = shape
         self.block_size = block_size
         self.num_slots = num_slots
+        self.num_staged = num_staged
         self.window_capacity = window_capacity
         self.has_empty_slots = True
         self.kv = torch.zeros(
@@ -126,34 +128,38 @@ class WorkingSet:
             self.has_empty_slots = False
         return _want(wanted, self.block_of_slot, self.last_wanted, num_blocks, max_fetch, self.clock, generation)
 
-    def want_staged(self, scores: torch.Tensor, generation: int) -> FetchPlan:
+    def want_staged(self, scores: torch.Tensor, max_fetch: int, generation: int) -> FetchPlan:
         """Choose the best absent blocks for the staging area and return what must be fetched into `staging` for them.
 
         Args:
             scores: [batch, kv_heads, blocks] float32, the prediction; negative for blocks nobody may see.
+            max_fetch: Most fetches per KV head; blocks that are staged already are none.
         """
         num_blocks = scores.shape[2]
         held = self.block_of_slot.masked_fill(self.block_of_slot < 0, num_blocks)
         padded = torch.nn.functional.pad(scores, (0, 1)).scatter(2, held, -1.0)[..., :num_blocks]
-        best = padded.topk(min(self.staging.shape[2], num_blocks), dim=-1)
-        plan = _want(
-            best.indices,
+        best = padded.topk(min(self.num_staged, num_blocks), dim=-1)
+        return _want(
+            best.indices.masked_fill(best.values < 0, -1),
             self.block_of_staged,
             self.last_staged,
             num_blocks,
-            self.staging.shape[2],
+            min(max_fetch, self.num_staged),
             self.clock,
             generation,
         )
-        return plan
 
-    def take_staged(self, plan: FetchPlan) -> tuple[FetchPlan, torch.Tensor]:
-        """Move blocks that a plan wants and the staging area holds into their slots.
+    def exchange_staged(self, plan: FetchPlan, evicted: torch.Tensor) -> tuple[FetchPlan, torch.Tensor]:
+        """Move blocks that a plan wants and the staging area holds into their slots, and evicted ones into the staging area.
+
+        Args:
+            evicted: [batch, kv_heads, entries] int64, the block that each entry's slot held before the plan, -1: none.
 
         Returns:
-            The plan without them, and their number (a device scalar).
+            The plan without what was staged, and its number (a device scalar).
         """
-        left = kernels.take_blocks(plan.blocks, plan.slots, plan.mask, self.block_of_staged, self.staging, self.slots)
+        tables = (self.block_of_staged, self.last_staged, self.clock)
+        left = kernels.exchange_blocks(plan.blocks, plan.slots, plan.mask, evicted, *tables, self.staging, self.slots)
         return FetchPlan(plan.blocks, plan.slots, left, plan.generation), (plan.mask ^ left).sum()
 
     def token_positions(self) -> torch.Tensor:
@@ -176,6 +182,12 @@ class WorkingSet:
         assert bool((self.block_of_slot * self.block_size < max(self.window_start, 1)).all()), (
             "a slot holds a windowed block"
         )
+        staged = self.block_of_staged.unsqueeze(-1)
+        assert not ((staged == self.block_of_slot.unsqueeze(2)) & (staged >= 0)).any(), (
+            "a block is staged and in a slot"
+        )
+        twice = (staged == self.block_of_staged.unsqueeze(2)) & (staged >= 0)
+        assert bool((twice.sum(-1) <= 1).all()), "a block is staged twice"
         assert 0 <= self.window_length <= self.window_capacity
 
 

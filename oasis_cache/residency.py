@@ -30,12 +30,12 @@ class Residency:
     def __init__(self, runtime: Runtime, shape: LayerShape, store: HostStore, counters: LayerCounters) -> None:
         config = runtime.config
         self.runtime, self.config, self.store, self.counters = runtime, config, store, counters
-        num_staged = config.num_staged_blocks if config.on_miss == "fetch" and self.prefetches else 0
+        num_staged = config.num_spare_blocks(self.prefetches) if config.on_miss == "fetch" else 0
         self.working_set = WorkingSet(shape, config.block_size, config.num_slots, config.window_tokens, num_staged)
         self.flying: Transfer | None = None
         self.generation = 0
         self.absent = self.missed = torch.zeros(0)
-        self._late = False
+        self._late: FetchPlan | None = None  # the plan of a prefetch that had not arrived when it was landed
 
     def __deepcopy__(self, memo: dict) -> Residency:
         assert self.flying is None, "land a prefetch before copying"
@@ -54,10 +54,11 @@ class Residency:
 
     def land(self) -> None:
         """Wait for what the last step sent for."""
-        self._late = False
+        self._late = None
         if self.flying is not None:
             assert self.flying.plan.generation == self.generation, "a prefetch outlived a change of what it was for"
-            self._late = not self.runtime.engine.ready(self.flying)
+            if not self.runtime.engine.ready(self.flying):
+                self._late = self.flying.plan
             self._wait(self.flying)
             self.flying = None
 
@@ -73,14 +74,18 @@ class Residency:
             wanted: [batch, kv_heads, count] int64, distinct block numbers.
             num_blocks: Blocks that exist before the window.
         """
+        before = self.working_set.block_of_slot.clone() if self.working_set.num_staged else None
         plan = self.working_set.want(wanted, num_blocks, self.config.num_slots, self.generation)
-        absent = missed = plan.mask.sum(2)
-        if self.working_set.staging.shape[2]:
-            plan, staged = self.working_set.take_staged(plan)
+        absent_mask = plan.mask
+        absent = missed = absent_mask.sum(2)
+        if before is not None:
+            plan, staged = self.working_set.exchange_staged(plan, before.gather(2, plan.slots))
             missed = plan.mask.sum(2)
-            self.counters.prefetched_used += staged
-            if self._late:
-                self.counters.late += staged
+            self.counters.spare_hits += staged
+            if self._late is not None:
+                asked = absent_mask ^ plan.mask
+                sent = (plan.blocks.unsqueeze(-1) == self._late.blocks.unsqueeze(2)) & self._late.mask.unsqueeze(2)
+                self.counters.late += (sent.any(-1) & asked).sum()
         self._count(wanted, absent, missed)
         self.counters.blocks_fetched += self.missed.sum()
         started = time.perf_counter()
@@ -89,7 +94,8 @@ class Residency:
 
     def stage(self, prediction: torch.Tensor) -> None:
         """Send for the best absent blocks by a prediction [batch, kv_heads, blocks]; slots stay as they are."""
-        self._send(self.working_set.want_staged(prediction, self.generation), self.working_set.staging)
+        plan = self.working_set.want_staged(prediction, self.config.max_fetch_blocks, self.generation)
+        self._send(plan, self.working_set.staging)
 
     def replace(self, wanted: torch.Tensor, num_blocks: int) -> None:
         """Send for at most `max_fetch` of the wanted blocks [batch, kv_heads, count], into slots that are not wanted."""

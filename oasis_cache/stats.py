@@ -33,7 +33,7 @@ class LayerCounters:
     tokens_read_max: int = 0
     misses: torch.Tensor | int = 0
     prefetched: torch.Tensor | int = 0
-    prefetched_used: torch.Tensor | int = 0
+    spare_hits: torch.Tensor | int = 0
     late: torch.Tensor | int = 0
     dropped: int = 0
     blocks_fetched: torch.Tensor | int = 0
@@ -84,7 +84,7 @@ class OasisStats:
         tokens_read_max: Most tokens besides the unsealed tail that one KV head read in one sparse step: at most the budget.
         hits, misses: Blocks wanted in slots that were, were not, resident (or prefetched and there) when attention asked.
         prefetched: Blocks sent for by prediction.
-        prefetched_used: The part of them that the next step asked for while they were at hand.
+        spare_hits: Wanted blocks that were on the device beside the slots: prefetched, or out of the selection only lately.
         late: The part of those that had not arrived when attention asked, so that it waited.
         dropped: Prefetches called off by a crop, reorder or reset.
         hit_rate: hits / (hits + misses), 0.0 before the first sparse step.
@@ -112,7 +112,7 @@ class OasisStats:
     hits: int
     misses: int
     prefetched: int
-    prefetched_used: int
+    spare_hits: int
     late: int
     dropped: int
     bytes_fetched: int

@@ -6,9 +6,10 @@ Two tables. *Ranking*: at each step of a forced continuation of the text, the bl
 query (what a right draft row gives) or with the query one token before, against the blocks that get most attention mass: overlap
 with the exact top-k and mass kept (of sink + recent + chosen blocks), mean and 5th percentile over layers, KV heads and steps.
 
-*Residency*: decoding the continuation through `OasisCache` with `on_miss="fetch"`: the share of selected blocks that sat in a slot
-or had been prefetched when attention asked. "the text, n": each forward carries the current token and n right drafts, which are
-then rejected, as in the paper; "none": the newest query predicts. The first step, which fills all slots, is counted too.
+*Residency*: decoding the continuation through `OasisCache` with `on_miss="fetch"`: the share of selected blocks that were on the
+device when attention asked, from the third step on. Each forward carries the current token and drafts, which are then rejected, as
+in the paper: "the text, n": n drafts that are right; "prompt lookup" and "early exit": what those drafters say of the text so far;
+"none": the newest query predicts. `spare` is the number of blocks kept beside those that are read (`OasisConfig.spare_blocks`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from oasis_cache import OasisCache
+from oasis_cache import OasisCache, OasisConfig
 from oasis_cache.demo import describe_environment
+from oasis_cache.drafters import DraftRequest, EarlyExitDrafter, PromptLookupDrafter
 from oasis_cache.haystack import text
 from oasis_cache.index import make_index
 from oasis_cache.kernels import reference
@@ -38,6 +40,7 @@ BLOCK, RECENT_BLOCKS = 16, 4
 INDEXES = ("exact", "int2", "int1", "minmax")
 CHOSEN = (8, 16, 32)
 CAPS = (0.01, 0.05, 0.1, None)
+WARM_STEPS = 2  # not counted: the first one fills all slots
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,16 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Residency:
-    """One row of the residency table."""
+    """One row of the residency table: `hit_rate` is the share of selected blocks that were there, `drafts_right` that of drafts."""
 
     length: int
     budget: int
     drafter: str
-    lookahead: str
     max_fetch: float | None
+    spare: int
     hit_rate: float
-    prefetched_used: float
-    tokens_per_step: float
+    fetched_per_step: float
+    drafts_right: float | None
 
 
 class Recorder:
@@ -138,39 +141,73 @@ def ranking_table(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> list
     return table
 
 
+def drafts_of(model: PreTrainedModel, ids: torch.Tensor, length: int, steps: int) -> dict[str, list[torch.Tensor]]:
+    """Drafts of each kind at each step: ids [1, length + steps + at least 4], whose end is the text to continue."""
+    drafts = {
+        f"the text, {count}": [ids[0, length + step : length + step + count] for step in range(steps)]
+        for count in (1, 2, 4)
+    }
+    drafts["none"] = [ids[0, :0]] * steps
+    for name, drafter in (("prompt lookup, 4", PromptLookupDrafter()), ("early exit, 4", EarlyExitDrafter(10))):
+        drafter.start(model)
+        drafts[name] = [
+            drafter.draft(DraftRequest(ids, (0,), (length + step,), (4,), length))[0] for step in range(steps)
+        ]
+        drafter.finish()
+    return drafts
+
+
 def residency_table(model: PreTrainedModel, ids: torch.Tensor, steps: int, budget: int) -> list[Residency]:
-    """Hit rates of real decoding: ids [1, length + steps + 1], whose end is the text to continue."""
-    length = ids.shape[1] - steps - 1
-    prompt = ids[:, :length]
+    """Hit rates of real decoding: ids [1, length + steps + 4], whose end is the text to continue."""
+    length = ids.shape[1] - steps - 4
     filled = OasisCache(model_config=model.config, budget=budget)
     with torch.inference_mode():
-        model(prompt[:, :-1], past_key_values=filled, use_cache=True, logits_to_keep=1)
+        model(ids[:, : length - 1], past_key_values=filled, use_cache=True, logits_to_keep=1)
+        drafts = drafts_of(model, ids, length, steps)
     kv = [layer.dense_kv() for layer in filled.layers]
     key_dim = filled.layers[0].shape.key_dim
     table = []
-    for drafter, rows in (("none", 1), ("the text, 1", 2), ("the text, 2", 3), ("the text, 4", 5)):
-        for cap in CAPS:
-            lookahead = "previous" if rows == 1 else "draft"
-            cache = OasisCache(
-                model_config=model.config, budget=budget, lookahead=lookahead, max_fetch=cap, engine="sync"
-            )
+    for drafter, proposals in drafts.items():
+        for cap, share in [(cap, 1.0) for cap in CAPS] + [(0.05, 0.5), (0.05, 0.0)]:
+            lookahead = "previous" if drafter == "none" else "draft"
+            config = OasisConfig(budget=budget, lookahead=lookahead, max_fetch=cap, engine="sync")
+            config = replace(config, spare_blocks=max(config.max_fetch_blocks, round(share * config.num_slots)))
+            cache = OasisCache(config, model_config=model.config)
             for layer, part in enumerate(kv):
                 cache.update(part[..., :key_dim], part[..., key_dim:], layer)
-            position = length - 1
-            forwards = 0
+            before = None
             with torch.inference_mode():
-                while position + rows <= ids.shape[1]:
-                    # The current token and its drafts, all right; rejected, as in the paper: the next step starts one further.
-                    model(ids[:, position : position + rows], past_key_values=cache, use_cache=True, logits_to_keep=1)
-                    cache.crop(-(rows - 1))
-                    position, forwards = position + 1, forwards + 1
-            stats = cache.stats()
-            used = stats.prefetched_used / stats.prefetched if stats.prefetched else 0.0
+                for step, proposal in enumerate(proposals):
+                    new = torch.cat([ids[0, length - 1 + step : length + step], proposal]).unsqueeze(0)
+                    decide = torch.arange(new.shape[1]).unsqueeze(0) == 0
+                    with cache.row_roles(decide):
+                        model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    cache.crop(1 - new.shape[1])
+                    before = cache.stats() if step == WARM_STEPS - 1 else before
+            after = cache.stats()
+            assert before is not None
+            hits, misses = after.hits - before.hits, after.misses - before.misses
+            heads = len(kv) * kv[0].shape[1]
+            block_bytes = cache.layers[0].counters.block_bytes
+            fetched = (after.bytes_fetched - before.bytes_fetched) / block_bytes / heads / (steps - WARM_STEPS)
+            right = [
+                bool(token == ids[0, length + step + place])
+                for step, proposal in enumerate(proposals)
+                for place, token in enumerate(proposal)
+            ]
             table.append(
                 Residency(
-                    length, budget, drafter, lookahead, cap, stats.hit_rate, used, (position - length + 1) / forwards
+                    length,
+                    budget,
+                    drafter,
+                    cap,
+                    cache.config.spare_blocks or 0,
+                    hits / (hits + misses),
+                    fetched,
+                    sum(right) / len(right) if right else None,
                 )
             )
+            cache.close()
     return table
 
 
@@ -191,11 +228,13 @@ def show(rankings: list[Ranking], residencies: list[Residency], console: Console
         )
     console.print(table)
     table = Table(title='Residency: there before attention asks (on_miss="fetch")')
-    for name in ("tokens", "budget", "drafts", "cap", "hit rate", "prefetched and used"):
+    for name in ("tokens", "budget", "drafts", "right", "cap", "spare blocks", "hit rate", "blocks fetched per step"):
         table.add_column(name, justify="right")
     for r in residencies:
         cap = "none" if r.max_fetch is None else f"{r.max_fetch:.0%}"
-        table.add_row(str(r.length), str(r.budget), r.drafter, cap, f"{r.hit_rate:.3f}", f"{r.prefetched_used:.3f}")
+        right = "" if r.drafts_right is None else f"{r.drafts_right:.0%}"
+        numbers = (f"{r.hit_rate:.3f}", f"{r.fetched_per_step:.2f}")
+        table.add_row(str(r.length), str(r.budget), r.drafter, right, cap, str(r.spare), *numbers)
     console.print(table)
 
 
@@ -212,12 +251,12 @@ def main(arguments: list[str] | None = None) -> int:
     rankings: list[Ranking] = []
     residencies: list[Residency] = []
     for length in (int(part) for part in options.lengths.split(",")):
-        wanted = length + options.steps + 1
+        wanted = length + options.steps + 4
         ids = tokenizer(text(wanted + 200, tokenizer), return_tensors="pt", add_special_tokens=False).input_ids[
             :, :wanted
         ]
         console.print(f"{length} tokens: ranking, then residency at budget {options.budget}")
-        rankings += ranking_table(model, ids, options.steps)
+        rankings += ranking_table(model, ids[:, : length + options.steps + 1], options.steps)
         residencies += residency_table(model, ids, options.steps, options.budget)
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)

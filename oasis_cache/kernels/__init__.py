@@ -26,6 +26,7 @@ from oasis_cache.kernels.torch_ops import gather_blocks as gather_blocks_by_host
 __all__ = [
     "attention",
     "delta_select",
+    "exchange_blocks",
     "fallbacks",
     "gather_blocks",
     "gather_blocks_by_host",
@@ -37,7 +38,6 @@ __all__ = [
     "seal_blocks",
     "sparse_attention",
     "sparse_attention_with_mass",
-    "take_blocks",
     "uses_triton",
 ]
 
@@ -249,18 +249,28 @@ def gather_blocks(
     ops.gather_blocks(blocks, slots, mask, addresses, target)
 
 
-def take_blocks(
+def exchange_blocks(
     blocks: torch.Tensor,
     slots: torch.Tensor,
     mask: torch.Tensor,
+    evicted: torch.Tensor,
     held: torch.Tensor,
-    source: torch.Tensor,
+    last_held: torch.Tensor,
+    clock: int,
+    buffer: torch.Tensor,
     target: torch.Tensor,
 ) -> torch.Tensor:
-    """`reference.take_blocks`: copy planned blocks that another buffer holds into slots; returns what is left of the mask."""
-    ops = _serving("take_blocks", target, True, "")
-    left: torch.Tensor = (reference if ops is None else ops).take_blocks(blocks, slots, mask, held, source, target)
-    return left
+    """`reference.plan_exchange` and `swap_blocks`; returns what is left of the plan's mask, [batch, kv_heads, entries] bool."""
+    compiled = numba_for(target.device)
+    if compiled is not None:
+        left: torch.Tensor = compiled.exchange_blocks(
+            blocks, slots, mask, evicted, held, last_held, clock, buffer, target
+        )
+        return left
+    taken, put = reference.plan_exchange(blocks, mask, evicted, held, last_held, clock)
+    ops = _serving("swap_blocks", target, True, "")
+    (reference if ops is None else ops).swap_blocks(slots, taken, put, buffer, target)
+    return mask & (taken < 0)
 
 
 def seal_blocks(

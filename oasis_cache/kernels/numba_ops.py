@@ -243,7 +243,8 @@ def _delta_select(wanted, held, last_wanted, num_blocks, entries, clock, blocks,
     for head in range(heads):
         state = np.zeros(num_blocks, np.uint8)  # 1: wanted, 2: wanted and resident
         for i in range(count):
-            state[wanted[head, i]] = 1
+            if wanted[head, i] >= 0:
+                state[wanted[head, i]] = 1
         kept = np.zeros(num_slots, np.uint8)
         for slot in range(num_slots):
             block = held[head, slot]
@@ -256,7 +257,7 @@ def _delta_select(wanted, held, last_wanted, num_blocks, entries, clock, blocks,
         for i in range(count):
             if found == entries:
                 break
-            if state[wanted[head, i]] == 2:
+            if wanted[head, i] < 0 or state[wanted[head, i]] == 2:
                 continue
             while place < num_slots and kept[order[place]]:
                 place += 1
@@ -332,3 +333,100 @@ def gather_blocks(
         target.stride(1) * size,
         target.stride(2) * size,
     )
+
+
+@numba.njit(cache=True, nogil=True)
+def _exchange(
+    blocks,
+    slots,
+    mask,
+    evicted,
+    held,
+    last_held,
+    clock,
+    block_bytes,
+    buffer,
+    buffer_strides,
+    target,
+    target_strides,
+    left,
+):
+    """`reference.plan_exchange` and `swap_blocks` of all heads: tables [batch, kv_heads, ...], addresses, strides in bytes."""
+    batch, kv_heads, entries = blocks.shape
+    num_held = held.shape[2]
+    swapped = np.empty(block_bytes, np.uint8)
+    for row in range(batch):
+        for head in range(kv_heads):
+            order = np.argsort(last_held[row, head], kind="mergesort")
+            leaving = np.zeros(num_held, np.uint8)
+            taken = np.full(entries, -1, np.int64)
+            for entry in range(entries):
+                left[row, head, entry] = mask[row, head, entry]
+                if mask[row, head, entry]:
+                    for place in range(num_held):
+                        if held[row, head, place] == blocks[row, head, entry]:
+                            taken[entry] = place
+                            leaving[place] = 1
+                            left[row, head, entry] = 0
+                            break
+            p_buffer = buffer + row * buffer_strides[0] + head * buffer_strides[1]
+            p_target = target + row * target_strides[0] + head * target_strides[1]
+            following = 0
+            for entry in range(entries):
+                if not mask[row, head, entry]:
+                    continue
+                moves = evicted[row, head, entry] >= 0
+                p_slot = p_target + slots[row, head, entry] * target_strides[2]
+                place = taken[entry]
+                if place >= 0:
+                    p_place = p_buffer + place * buffer_strides[2]
+                    if moves:
+                        copy_bytes(_address(swapped), np.uintp(p_slot), np.uintp(block_bytes))
+                    copy_bytes(np.uintp(p_slot), np.uintp(p_place), np.uintp(block_bytes))
+                    if moves:
+                        copy_bytes(np.uintp(p_place), _address(swapped), np.uintp(block_bytes))
+                elif moves:
+                    while following < num_held and leaving[order[following]]:
+                        following += 1
+                    if following == num_held:
+                        continue
+                    place = order[following]
+                    following += 1
+                    p_place = p_buffer + place * buffer_strides[2]
+                    copy_bytes(np.uintp(p_place), np.uintp(p_slot), np.uintp(block_bytes))
+                else:
+                    continue
+                held[row, head, place] = evicted[row, head, entry] if moves else -1
+                last_held[row, head, place] = clock if moves else -1
+
+
+def exchange_blocks(
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    mask: torch.Tensor,
+    evicted: torch.Tensor,
+    held: torch.Tensor,
+    last_held: torch.Tensor,
+    clock: int,
+    buffer: torch.Tensor,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    """`reference.plan_exchange` and `swap_blocks`, each block contiguous; returns what is left of the mask."""
+    left = np.empty(blocks.shape, np.uint8)
+    size = target.element_size()
+    _exchange(
+        blocks.numpy(),
+        slots.numpy(),
+        mask.view(torch.uint8).numpy(),
+        evicted.numpy(),
+        held.numpy(),
+        last_held.numpy(),
+        clock,
+        target.shape[3] * target.shape[4] * size,
+        buffer.data_ptr(),
+        tuple(stride * size for stride in buffer.stride()[:3]),
+        target.data_ptr(),
+        tuple(stride * size for stride in target.stride()[:3]),
+        left,
+    )
+    return torch.from_numpy(left.view(np.bool_))

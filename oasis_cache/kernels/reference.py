@@ -364,7 +364,8 @@ def delta_select(
     """Pair each wanted block that is absent with the slot of the least recently wanted block that is not wanted now.
 
     Args:
-        wanted: [batch, kv_heads, count] int64, distinct block numbers below `num_blocks`, best first; count at most the slots.
+        wanted: [batch, kv_heads, count] int64, distinct block numbers below `num_blocks`, best first, or negative for none;
+            count at most the slots.
         block_of_slot: [batch, kv_heads, slots] int64, the block in each slot, -1 where empty.
         last_wanted: [batch, kv_heads, slots] int64, the step at which a slot's block was last wanted; empty slots hold -1.
         max_fetch: Most pairs per KV head.
@@ -378,8 +379,9 @@ def delta_select(
     entries = min(max_fetch, count)
     flags = torch.zeros(*wanted.shape[:2], num_blocks + 1, dtype=torch.bool, device=wanted.device)
     held = block_of_slot.masked_fill(block_of_slot < 0, num_blocks)
-    resident = flags.clone().scatter_(2, held, True).gather(2, wanted)
-    needed = flags.scatter_(2, wanted, True)
+    numbers = wanted.masked_fill(wanted < 0, num_blocks)
+    resident = flags.clone().scatter_(2, held, True).gather(2, numbers) | (wanted < 0)
+    needed = flags.scatter_(2, numbers, True)
     needed[..., num_blocks] = False
     kept = needed.gather(2, held)
     absent_first = resident.to(torch.uint8).argsort(dim=2, stable=True)[..., :entries]
@@ -388,7 +390,7 @@ def delta_select(
     num_absent = (~resident).sum(2, keepdim=True)
     num_victims = (~kept).sum(2, keepdim=True)
     mask = torch.arange(entries, device=wanted.device) < torch.minimum(num_absent, num_victims)
-    blocks = wanted.gather(2, absent_first)
+    blocks = wanted.clamp_min(-1).gather(2, absent_first)
     if clock is not None:
         block_of_slot.scatter_(2, victims, torch.where(mask, blocks, block_of_slot.gather(2, victims)))
         last_wanted.masked_fill_(kept.scatter(2, victims, kept.gather(2, victims) | mask), clock)
@@ -421,28 +423,66 @@ def gather_blocks(
         target[row, head, slots[row, head, entry]] = page[head].to(target.device)
 
 
-def take_blocks(
+def plan_exchange(
     blocks: torch.Tensor,
-    slots: torch.Tensor,
     mask: torch.Tensor,
+    evicted: torch.Tensor,
     held: torch.Tensor,
-    source: torch.Tensor,
-    target: torch.Tensor,
-) -> torch.Tensor:
-    """Copy those planned blocks that another buffer holds into slots.
+    last_held: torch.Tensor,
+    clock: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which planned blocks a buffer beside the slots holds, and where in it the blocks go whose slots they take (a victim cache).
+
+    A planned block that the buffer holds changes places with the block it evicts. What other planned blocks evict goes where
+    the buffer's least recently entered blocks are, as far as there is room beside those that leave.
 
     Args:
-        blocks, slots, mask, target: See `gather_blocks`.
-        held: [batch, kv_heads, num_held] int64, the block in each entry of `source`, -1 where empty.
-        source: [batch, kv_heads, num_held, block_size, kv_dim].
+        blocks, mask: [batch, kv_heads, entries]: a plan, see `gather_blocks`.
+        evicted: [batch, kv_heads, entries] int64, the block in each entry's slot before; negative: none. No block of it is held.
+        held: [batch, kv_heads, num_held] int64, the block in each place of the buffer, -1 where empty. Brought up to date in place.
+        last_held: [batch, kv_heads, num_held] int64, when it was entered, -1 where empty. Brought up to date in place.
+        clock: The time to enter now.
 
     Returns:
-        [batch, kv_heads, entries] bool: what is left of `mask`.
+        taken [batch, kv_heads, entries] int64: the place from which each planned block comes, -1: none; and put: the place to which
+        the evicted block goes, -1: none.
     """
+    num_held = held.shape[2]
     match = (blocks.unsqueeze(-1) == held.unsqueeze(2)) & mask.unsqueeze(-1)  # [batch, kv_heads, entries, num_held]
-    rows, heads, entries, found = match.nonzero(as_tuple=True)
-    target[rows, heads, slots[rows, heads, entries]] = source[rows, heads, found]
-    return mask & ~match.any(-1)
+    found, leaving = match.any(-1), match.any(2)
+    taken = match.to(torch.uint8).argmax(-1).masked_fill(~found, -1)
+    moves = mask & (evicted >= 0)
+    homeless = moves & ~found
+    order = last_held.masked_fill(leaving, torch.iinfo(torch.int64).max).argsort(dim=2, stable=True)
+    rank = homeless.long().cumsum(2) - 1
+    housed = homeless & (rank < (~leaving).sum(2, keepdim=True))
+    put = torch.where(housed, order.gather(2, rank.clamp(0, num_held - 1)), taken.masked_fill(~moves, -1))
+    changed = torch.where(housed, put, taken)  # places with another content than before
+    changed = changed.masked_fill(changed < 0, num_held)
+    for table, value in ((held, evicted.masked_fill(~moves, -1)), (last_held, torch.where(moves, clock, -1))):
+        padded = torch.nn.functional.pad(table, (0, 1)).scatter_(2, changed, value)
+        table.copy_(padded[..., :num_held])
+    return taken, put
+
+
+def swap_blocks(
+    slots: torch.Tensor, taken: torch.Tensor, put: torch.Tensor, buffer: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Move blocks between slots and the buffer beside them as `plan_exchange` says.
+
+    Args:
+        slots: [batch, kv_heads, entries] int64.
+        taken, put: See `plan_exchange`: the slot's content goes to `put` and the buffer's at `taken` to the slot.
+        buffer: [batch, kv_heads, num_held, block_size, kv_dim]. Changed in place.
+        target: [batch, kv_heads, num_slots, block_size, kv_dim]. Changed in place.
+    """
+    rows, heads, entries = (put >= 0).nonzero(as_tuple=True)
+    evicted = target[rows, heads, slots[rows, heads, entries]]
+    places = put[rows, heads, entries]
+    sources, source_heads, source_entries = (taken >= 0).nonzero(as_tuple=True)
+    arriving = buffer[sources, source_heads, taken[sources, source_heads, source_entries]]
+    target[sources, source_heads, slots[sources, source_heads, source_entries]] = arriving
+    buffer[rows, heads, places] = evicted
 
 
 def seal_blocks(

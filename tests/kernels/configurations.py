@@ -157,12 +157,12 @@ def movement_configurations() -> list[Configuration]:
         for block_size, kv_dim in ((16, 256), (16, 128), (16, 512), (4, 6), (1, 3)):
             target = meta(BATCH, KV_HEADS, NUM_SLOTS, block_size, kv_dim, dtype=dtype)
             plan = [meta(BATCH, KV_HEADS, 6, dtype=kind) for kind in (torch.int64, torch.int64, torch.bool)]
-            held, source = meta(BATCH, KV_HEADS, 6, dtype=torch.int64), target[:, :, :6]
+            places, buffer = [plan[1]] * 3, meta(BATCH, KV_HEADS, 6, block_size, kv_dim, dtype=dtype)
             name = f"{dtype} {block_size}x{kv_dim}".removeprefix("torch.")
             call = lambda p=plan, t=target: triton_ops.gather_blocks(*p, addresses, t)  # noqa: E731
             found.append(Configuration(f"gather {name}", call, main=True))
-            call = lambda p=plan, t=target, h=held, s=source: triton_ops.take_blocks(*p, h, s, t)  # noqa: E731
-            found.append(Configuration(f"take {name}", call, main=True))
+            call = lambda p=places, t=target, b=buffer: triton_ops.swap_blocks(*p, b, t)  # noqa: E731
+            found.append(Configuration(f"swap {name}", call, main=True))
     for dim, block_size, dtype in (
         (128, 16, torch.bfloat16), (64, 16, torch.float16), (256, 16, torch.float32), (80, 12, torch.bfloat16),
         (256, 256, torch.bfloat16),

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 # Shared memory (LDS) that one program may take, in bytes.
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 REGISTER_LIMIT = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
-KERNELS = {"attend", "merge", "packed", "minmax", "rank", "delta", "gather", "take", "seal"}
+KERNELS = {"attend", "merge", "packed", "minmax", "rank", "delta", "gather", "swap", "seal"}
 MAIN = {configuration.name for configuration in all_configurations() if configuration.main}
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ def test_all_configurations_were_compiled(compiled):
     """Those that compile to what another one compiled to already are left out; few do."""
     names = {kernel["configuration"] for kernel in compiled}
     assert len(names) >= 0.9 * len(all_configurations())
-    assert names >= MAIN - {name for name in MAIN if name.startswith(("gather", "take"))}
+    assert names >= MAIN - {name for name in MAIN if name.startswith(("gather", "swap"))}
 
 
 def test_limits_catch_what_is_too_large(everything):
@@ -90,7 +90,7 @@ def test_half_precision_products_use_matrix_units(compiled):
 
 def test_blocks_move_sixteen_bytes_at_a_time(compiled):
     moving = [
-        kernel for kernel in compiled if kernel["kernel"] in ("gather", "take") and "16x" in kernel["configuration"]
+        kernel for kernel in compiled if kernel["kernel"] in ("gather", "swap") and "16x" in kernel["configuration"]
     ]
     assert len(moving) >= 6 * len(SHARED_LIMIT)
     for kernel in moving:

@@ -16,6 +16,7 @@ CASES = sample(
     blocks=[1, 2, 10],  # in multiples of the slots
     batch_heads=[(1, 1), (1, 3), (2, 2)],
     empty=[0.0, 0.2, 1.0],
+    none=[0.0, 0.0, 0.3],
     max_fetch=[0, 1, 6, 1000],
     clock=[None, 9, 9],
 )
@@ -31,6 +32,7 @@ def arguments(case, device):
         return torch.stack(rows).view(batch, kv_heads, size)
 
     wanted, held = draw(count), draw(slots)
+    wanted[torch.rand(wanted.shape, generator=generator) < case["none"]] = -1
     last = torch.randint(0, 5, held.shape, generator=generator)
     empty = torch.rand(held.shape, generator=generator) < case["empty"]
     held[empty] = last[empty] = -1

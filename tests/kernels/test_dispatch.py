@@ -69,11 +69,13 @@ def test_every_operation_takes_its_kernel_inside_the_switch(served):
         kernels.score_minmax(inputs[0], keys.amin(3), keys.amax(3), 2, 0.125)
         kernels.delta_select(wanted, *tables, 5, 3, 1)
         kernels.gather_blocks(wanted, wanted, mask, addresses, target)
-        kernels.take_blocks(wanted, wanted, mask, wanted, target[:, :, :3], target)
+        kernels.exchange_blocks(
+            wanted, wanted, mask, wanted, wanted.clone(), wanted.clone(), 2, target[:, :, :3].clone(), target
+        )
         kernels.seal_blocks(target[:, :, :0], 64, addresses[:, :0], {}, 0)
     assert served == [
         "sparse_attention", "sparse_attention", "score_int2", "score_int1", "score_minmax", "delta_select", "gather_blocks",
-        "take_blocks", "seal_blocks",
+        "swap_blocks", "seal_blocks",
     ]  # fmt: skip
     assert torch.equal(out, out_too)
     want = reference.sparse_attention(*inputs, mass_block=4)

@@ -46,7 +46,7 @@ def arguments(case, device):
     generator = torch.Generator().manual_seed(case["seed"] + 1000)
     batch, kv_heads = case["batch_heads"]
     shape = (batch, kv_heads, case["entries"])
-    blocks = torch.randint(0, NUM_BLOCKS, shape, generator=generator)
+    blocks = torch.rand(*shape[:2], NUM_BLOCKS, generator=generator).topk(case["entries"], dim=2).indices
     slots = torch.stack(
         [torch.randperm(NUM_SLOTS, generator=generator)[: case["entries"]] for _ in range(batch * kv_heads)]
     )
@@ -71,23 +71,26 @@ def test_gathers_what_the_reference_gathers(case, device):
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_takes_what_the_reference_takes(case, device):
+def test_swaps_what_the_reference_swaps(case, device):
     generator = torch.Generator().manual_seed(case["seed"] + 2000)
     batch, kv_heads = case["batch_heads"]
-    *plan, kv, target = arguments(case, device)
+    blocks, slots, mask, kv, target = arguments(case, device)
     *_, expected_kv, expected = arguments(case, device)
-    held = torch.stack([torch.randperm(NUM_BLOCKS, generator=generator)[:NUM_HELD] for _ in range(batch * kv_heads)])
+    heads = batch * kv_heads
+    held = torch.stack([torch.randperm(NUM_BLOCKS, generator=generator)[:NUM_HELD] for _ in range(heads)])
     held[torch.rand(held.shape, generator=generator) < 0.2] = -1
     held = held.view(batch, kv_heads, NUM_HELD).to(device)
-    source = (
-        torch.randn(batch, kv_heads, NUM_HELD, case["block_size"], case["kv_dim"], generator=generator)
-        .to(case["dtype"])
-        .to(device)
-    )
-    expected_left = reference.take_blocks(*plan, held, source, expected)
-    left = triton_ops.take_blocks(*plan, held, source, target)
-    assert torch.equal(left, expected_left)
+    evicted = torch.arange(NUM_BLOCKS, NUM_BLOCKS + blocks.shape[2], device=device).expand_as(blocks).clone()
+    evicted[(torch.rand(evicted.shape, generator=generator) < 0.2).to(device)] = -1
+    last_held = torch.randint(0, 9, held.shape, generator=generator).to(device).masked_fill(held < 0, -1)
+    taken, put = reference.plan_exchange(blocks, mask, evicted, held, last_held, 9)
+    buffer = torch.randn(batch, kv_heads, NUM_HELD, case["block_size"], case["kv_dim"], generator=generator)
+    buffer = buffer.to(case["dtype"]).to(device)
+    expected_buffer = buffer.clone()
+    reference.swap_blocks(slots, taken, put, expected_buffer, expected)
+    triton_ops.swap_blocks(slots, taken, put, buffer, target)
     assert same(kv, expected_kv)
+    assert same(buffer, expected_buffer)
 
 
 def test_cases_reach_every_size(device):
@@ -106,9 +109,7 @@ def test_empty_plans_do_nothing(device):
     _, addresses = host_pages(case, device)
     blocks, slots, mask, kv, target = arguments(case, device)
     triton_ops.gather_blocks(blocks[..., :0], slots[..., :0], mask[..., :0], addresses, target)
-    held = torch.empty(*case["batch_heads"], 0, dtype=torch.int64, device=device)
-    source = target[:, :, :0]
-    assert torch.equal(triton_ops.take_blocks(blocks, slots, mask, held, source, target), mask)
+    triton_ops.swap_blocks(slots, slots, slots, target[:, :, :0], target)
     assert kv.isnan().all()
 
 
@@ -127,7 +128,7 @@ def test_refuses_what_it_cannot_take(device):
     }.items():
         with pytest.raises(ValueError, match=message):
             triton_ops.gather_blocks(*inputs)
-    with pytest.raises(ValueError, match="held must be int64"):
-        triton_ops.take_blocks(
-            blocks, slots, mask, torch.zeros(target.shape[:3], device=device), target.clone(), target
-        )
+    with pytest.raises(ValueError, match="taken must be int64"):
+        triton_ops.swap_blocks(slots, slots.int(), slots, target.clone(), target)
+    with pytest.raises(ValueError, match="buffer must be"):
+        triton_ops.swap_blocks(slots, slots, slots, target.double(), target)

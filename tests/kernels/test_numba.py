@@ -79,6 +79,7 @@ def test_delta_select_equals_reference(max_fetch):
     for clock in range(1, 30):
         count = int(torch.randint(1, 13, (1,), generator=generator))
         wanted = torch.rand(2, 3, 40, generator=generator).topk(count, dim=2).indices
+        wanted[torch.rand(wanted.shape, generator=generator) < 0.2] = -1
         blocks, slots, mask = numba_ops.delta_select(wanted, tables[0], tables[1], 40, max_fetch, clock)
         expected = reference.delta_select(wanted, tables[2], tables[3], 40, max_fetch, clock)
         assert torch.equal(mask, expected[2])
@@ -102,3 +103,32 @@ def test_gather_equals_reference(dtype):
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     assert got.isnan().any()
     assert not got.isnan().all()
+
+
+def test_exchange_equals_reference():
+    """A buffer of random age and content, plans of all lengths: tables, slots, buffer and the rest of the plan."""
+    generator = torch.Generator().manual_seed(5)
+
+    def choose(count):
+        return torch.rand(2, 3, 20, generator=generator).topk(count, dim=2).indices
+
+    seen = set()
+    for entries in (1, 3, 6):
+        for clock in range(2, 30):
+            blocks, slots, held = choose(entries), choose(entries) % 8, choose(4)
+            slots = torch.rand(2, 3, 8, generator=generator).topk(entries, dim=2).indices
+            mask = torch.rand(2, 3, entries, generator=generator) > 0.3
+            evicted = 100 + slots.masked_fill(torch.rand(slots.shape, generator=generator) < 0.2, -101)
+            held = held.masked_fill(torch.rand(held.shape, generator=generator) < 0.2, -1)
+            last = torch.randint(0, clock, held.shape, generator=generator).masked_fill(held < 0, -1)
+            buffer, target = torch.randn(2, 3, 4, 2, 5), torch.randn(2, 3, 8, 2, 5)
+            tables, other = (held, last), (held.clone(), last.clone())
+            moved, moved_too = (buffer, target), (buffer.clone(), target.clone())
+            left = numba_ops.exchange_blocks(blocks, slots, mask, evicted, *tables, clock, *moved)
+            taken, put = reference.plan_exchange(blocks, mask, evicted, *other, clock)
+            reference.swap_blocks(slots, taken, put, *moved_too)
+            assert torch.equal(left, mask & (taken < 0))
+            for got, expected in zip((*tables, *moved), (*other, *moved_too), strict=True):
+                assert torch.equal(got, expected)
+            seen |= {(bool(a >= 0), bool(b >= 0)) for a, b in zip(taken[mask], put[mask], strict=True)}
+    assert seen == {(False, False), (False, True), (True, False), (True, True)}

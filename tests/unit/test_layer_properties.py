@@ -178,9 +178,10 @@ class Pair:
             assert torch.equal(layer.index.held(name, sealed), summary), name
         assert layer.host_bytes == blocks.numel() * blocks.element_size()
         if layer.residency.flying is None:
-            rows, heads, slots = (layer.working_set.block_of_slot >= 0).nonzero(as_tuple=True)
-            held = layer.working_set.block_of_slot[rows, heads, slots]
-            assert torch.equal(layer.working_set.slots[rows, heads, slots], blocks[rows, heads, held])
+            window = layer.working_set
+            for table, content in ((window.block_of_slot, window.slots), (window.block_of_staged, window.staging)):
+                rows, heads, places = (table >= 0).nonzero(as_tuple=True)
+                assert torch.equal(content[rows, heads, places], blocks[rows, heads, table[rows, heads, places]])
 
 
 def run(config: OasisConfig, history: list[tuple[str, Any]], seed: int) -> None:

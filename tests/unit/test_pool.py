@@ -77,25 +77,45 @@ def test_token_positions_follow_slots_and_window():
     assert positions[0, 0, 12:].tolist() == [40, 41, 42, 43, 44]
 
 
-def test_staged_blocks_move_into_the_slots_that_want_them():
+def test_staged_blocks_change_places_with_those_they_evict():
     working_set = filled(num_staged=2)
     working_set.want(torch.tensor([[[0, 1, 2], [0, 1, 2]]]), 10, 3, 0)
+    working_set.slots.copy_(torch.randn(1, 2, 3, 4, 5))
     scores = torch.zeros(1, 2, 10)
     scores[0, :, :3] = 9.0  # in slots already: must not be staged
     scores[0, 0, 6], scores[0, 0, 7], scores[0, 1, 4], scores[0, 1, 9] = 2.0, 1.0, 1.0, 2.0
-    plan = working_set.want_staged(scores, 0)
+    plan = working_set.want_staged(scores, 2, 0)
     assert plan.mask.all()
     assert plan.blocks[0].tolist() == [[6, 7], [9, 4]]
     content = torch.randn(1, 2, 2, 4, 5)
     working_set.staging.scatter_(2, plan.slots[..., None, None].expand_as(content), content)
+    before, slots = working_set.block_of_slot.clone(), working_set.slots.clone()
     demand = working_set.want(torch.tensor([[[0, 1, 6], [0, 9, 3]]]), 10, 3, 0)
-    rest, found = working_set.take_staged(demand)
+    evicted = before.gather(2, demand.slots)
+    rest, found = working_set.exchange_staged(demand, evicted)
     assert int(found) == 2
     assert [int(b) for b in rest.blocks[rest.mask]] == [3]
-    slot = working_set.block_of_slot[0, 0].tolist().index(6)
-    assert torch.equal(working_set.slots[0, 0, slot], content[0, 0, 0])
-    slot = working_set.block_of_slot[0, 1].tolist().index(9)
-    assert torch.equal(working_set.slots[0, 1, slot], content[0, 1, 0])
+    for head, block, staged in ((0, 6, content[0, 0, 0]), (1, 9, content[0, 1, 0])):
+        slot = working_set.block_of_slot[0, head].tolist().index(block)
+        assert torch.equal(working_set.slots[0, head, slot], staged)
+    # Head 0 evicted block 2 for block 6; head 1 blocks 1 and 2 for blocks 9 and 3, so that block 4 had to go.
+    assert sorted(working_set.block_of_staged[0, 0].tolist()) == [2, 7]
+    assert sorted(working_set.block_of_staged[0, 1].tolist()) == [1, 2]
+    for head, block in ((0, 2), (1, 1), (1, 2)):
+        place = working_set.block_of_staged[0, head].tolist().index(block)
+        was = before[0, head].tolist().index(block)
+        assert torch.equal(working_set.staging[0, head, place], slots[0, head, was])
+
+
+def test_prefetching_keeps_what_is_staged_and_predicted():
+    working_set = filled(num_staged=3)
+    working_set.want(torch.tensor([[[0, 1, 2], [0, 1, 2]]]), 10, 3, 0)
+    scores = torch.arange(10, 0, -1.0).expand(1, 2, 10)
+    assert working_set.want_staged(scores, 1, 0).blocks[0].tolist() == [[3], [3]]
+    assert working_set.want_staged(scores, 1, 0).blocks[0].tolist() == [[4], [4]]
+    plan = working_set.want_staged(scores, 2, 0)
+    assert plan.blocks[plan.mask].tolist() == [5, 5]
+    assert working_set.block_of_staged.sort().values[0].tolist() == [[3, 4, 5]] * 2
 
 
 def test_integrity_check_sees_a_block_in_two_slots():

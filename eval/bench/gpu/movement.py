@@ -21,7 +21,7 @@ def run(bench: Bench) -> None:
     addresses = (slab.data_ptr() + torch.arange(pages) * page_bytes).view(1, pages).to(bench.device)
     gather(bench, slab, addresses)
     seal(bench, slab, addresses)
-    take(bench)
+    swap(bench)
 
 
 def plan(bench: Bench, entries: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -93,25 +93,37 @@ def seal(bench: Bench, slab: torch.Tensor, addresses: torch.Tensor) -> None:
         )
 
 
-def take(bench: Bench) -> None:
-    entries, staged = (2, 2) if bench.tiny else (31, 6)
+def swap(bench: Bench) -> None:
+    entries, staged = (2, 2) if bench.tiny else (31, 31)
     target = torch.zeros(1, KV_HEADS, SLOTS, BLOCK, 2 * DIM, dtype=bench.dtype, device=bench.device)
-    source = bench.random(1, KV_HEADS, staged, BLOCK, 2 * DIM)
-    wanted = plan(bench, entries, 64)
-    held = wanted[0][:, :, :staged].contiguous()
-    num_bytes = 2 * source.numel() * source.element_size()
+    buffer = bench.random(1, KV_HEADS, staged, BLOCK, 2 * DIM)
+    blocks, slots, mask = plan(bench, entries, 64)
+    evicted = blocks + 1000
+    held = blocks[:, :, :staged].contiguous()
+    entered = torch.zeros_like(held)
+    num_bytes = 4 * buffer.numel() * buffer.element_size()  # both ways, each read and written
+
+    def exchange() -> None:
+        kernels.exchange_blocks(blocks, slots, mask, evicted, held.clone(), entered.clone(), 2, buffer, target)
+
+    halves = buffer.numel() // 2
     samplers = {
-        "oasis": bench.rotating([lambda: kernels.take_blocks(*wanted, held, source, target)]),
-        "one copy of as many bytes": bench.rotating(
-            [lambda: target.flatten()[: source.numel()].copy_(source.view(-1))]
+        "oasis": bench.rotating([exchange]),
+        "two copies of as many bytes": bench.rotating(
+            [
+                lambda: (
+                    target.flatten()[: 2 * halves].copy_(buffer.view(-1)[: 2 * halves]),
+                    buffer.view(-1)[: 2 * halves].copy_(target.flatten()[: 2 * halves]),
+                )
+            ]
         ),
     }
     bench.compare(
-        "take",
+        "exchange",
         f"{staged} of {entries} blocks per head",
         f"{KV_HEADS} heads, {num_bytes} bytes",
         samplers,
         num_bytes,
-        baseline="one copy of as many bytes",
+        baseline="two copies of as many bytes",
         seconds=bench.left / 2,
     )

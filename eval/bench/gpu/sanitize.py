@@ -30,7 +30,9 @@ def run(device: torch.device) -> None:
     kernels.seal_blocks(kv, DIM, addresses, {}, 0)
     slots = torch.zeros(1, HEADS, SLOTS, BLOCK, 2 * DIM, device=device)
     kernels.gather_blocks(*plan, addresses, slots)
-    kernels.take_blocks(*plan, plan[0][:, :, :3].contiguous(), kv[:, :, :3].contiguous(), slots)
+    evicted = torch.full_like(plan[0], BLOCKS - 1)
+    held, entered = plan[0][:, :, :3].contiguous(), torch.zeros(1, HEADS, 3, dtype=torch.int64, device=device)
+    kernels.exchange_blocks(*plan, evicted, held, entered, 2, kv[:, :, :3].contiguous(), slots)
     tokens = SLOTS * BLOCK
     kernels.sparse_attention_with_mass(queries, slots.flatten(2, 3), DIM, tokens, 1, scaling, mass_block=BLOCK)
     for options in ({}, {"on_miss": "skip"}):

@@ -4,7 +4,7 @@ On CPU tensors they run in Triton's interpreter, if TRITON_INTERPRET=1 was set b
 """
 
 from oasis_cache.kernels.triton_ops.delta_select import delta_select
-from oasis_cache.kernels.triton_ops.gather_blocks import gather_blocks, take_blocks
+from oasis_cache.kernels.triton_ops.gather_blocks import gather_blocks, swap_blocks
 from oasis_cache.kernels.triton_ops.score_minmax import score_minmax
 from oasis_cache.kernels.triton_ops.score_packed import score_int1, score_int2
 from oasis_cache.kernels.triton_ops.seal_blocks import seal_blocks
@@ -18,5 +18,5 @@ __all__ = [
     "score_minmax",
     "seal_blocks",
     "sparse_attention",
-    "take_blocks",
+    "swap_blocks",
 ]

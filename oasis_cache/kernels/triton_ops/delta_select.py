@@ -41,8 +41,9 @@ def _delta_kernel(
     o_want = tl.arange(0, COUNT_PAD)
     o_slot = tl.arange(0, SLOTS_PAD)
     m_want, m_slot = o_want < count, o_slot < slots
-    # [COUNT_PAD] and [SLOTS_PAD]; padding meets nothing: -2 and -3 are no blocks
+    # [COUNT_PAD] and [SLOTS_PAD]; padding and negative entries meet nothing: -2 and -3 are no blocks
     b_wanted = tl.load(p_wanted + o_want, mask=m_want, other=-2).to(tl.int32)
+    b_wanted = tl.where(b_wanted < 0, -2, b_wanted)
     b_held = tl.load(p_table + o_slot, mask=m_slot, other=-3).to(tl.int32)
     b_last = tl.load(p_last + o_slot, mask=m_slot, other=0).to(tl.int32)
 
@@ -51,6 +52,7 @@ def _delta_kernel(
     for start in range(0, count, TILE):
         o_other = start + tl.arange(0, TILE)
         b_other = tl.load(p_wanted + o_other, mask=o_other < count, other=-2).to(tl.int32)
+        b_other = tl.where(b_other < 0, -2, b_other)
         b_kept = tl.maximum(b_kept, tl.max((b_held[:, None] == b_other[None, :]).to(tl.int32), 1))
     # A slot is taken in the order of when it was last wanted; kept ones come last, padding behind them.
     b_age = tl.where(m_slot & (b_kept == 0), b_last, NEVER)
@@ -71,7 +73,7 @@ def _delta_kernel(
         )
         b_place += tl.sum((b_before & m_other[None, :]).to(tl.int32), 1)
 
-    b_absent = (m_want & (b_resident == 0)).to(tl.int32)
+    b_absent = (m_want & (b_wanted >= 0) & (b_resident == 0)).to(tl.int32)
     num_absent = tl.sum(b_absent, 0)
     num_victims = tl.sum((m_slot & (b_kept == 0)).to(tl.int32), 0)
     pairs = tl.minimum(tl.minimum(num_absent, num_victims), entries)
@@ -88,6 +90,7 @@ def _delta_kernel(
         b_block = tl.sum(tl.where(m_want[:, None] & (b_order[:, None] == o_entry[None, :]), b_wanted[:, None], 0), 0)
         b_slot = tl.sum(tl.where(m_slot[:, None] & (b_place[:, None] == o_entry[None, :]), o_slot[:, None], 0), 0)
         m_pair = m_entry & (o_entry < pairs)
+        b_block = tl.maximum(b_block, -1)
         tl.store(p_blocks + i_head * entries + o_entry, b_block.to(tl.int64), mask=m_entry)
         tl.store(p_slots + i_head * entries + o_entry, b_slot.to(tl.int64), mask=m_entry)
         tl.store(p_mask + i_head * entries + o_entry, m_pair.to(tl.uint8), mask=m_entry)
@@ -141,7 +144,8 @@ def delta_select(
     """`reference.delta_select`, without a wait for the device.
 
     Args:
-        wanted: [batch, kv_heads, count] int64, distinct block numbers below `num_blocks`, best first; count at most the slots.
+        wanted: [batch, kv_heads, count] int64, distinct block numbers below `num_blocks`, best first, or negative for none;
+            count at most the slots.
         block_of_slot: [batch, kv_heads, slots] int64, contiguous; the block in each slot, -1 where empty. Changed in place.
         last_wanted: [batch, kv_heads, slots] int64, contiguous; when a slot's block was last wanted. Changed in place.
         num_blocks: Blocks there are; below 2**31.

@@ -54,15 +54,13 @@ def _gather_kernel(
         copy_block(tl.multiple_of(p_page, ALIGNMENT), tl.multiple_of(p_slot, ALIGNMENT), ELEMENTS, CHUNK)
 
 
-@triton.jit(do_not_specialize=["entries", "num_held"])
-def _take_kernel(
-    p_blocks,  # [batch, kv_heads, entries] int64
+@triton.jit(do_not_specialize=["entries"])
+def _swap_kernel(
     p_slots,  # [batch, kv_heads, entries] int64
-    p_mask,  # [batch, kv_heads, entries] uint8
-    p_held,  # [batch, kv_heads, num_held] int64: the block in each entry of the source
-    p_source,  # [batch, kv_heads, num_held, block_size, kv_dim]
+    p_taken,  # [batch, kv_heads, entries] int64: place in the buffer, negative: none
+    p_put,  # [batch, kv_heads, entries] int64: place in the buffer, negative: none
+    p_buffer,  # [batch, kv_heads, num_held, block_size, kv_dim]
     p_target,  # [batch, kv_heads, slots, block_size, kv_dim]
-    p_left,  # [batch, kv_heads, entries] uint8
     stride_sb,
     stride_sh,
     stride_ss,
@@ -71,27 +69,28 @@ def _take_kernel(
     stride_ts,
     kv_heads,
     entries,
-    num_held,
-    HELD_PAD: tl.constexpr,
     ELEMENTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     i_head, i_batch, i_kv = head_of_program(kv_heads)
     o_entry = i_head * entries + tl.program_id(0)
-    is_asked = tl.load(p_mask + o_entry) != 0
-    i_block = tl.load(p_blocks + o_entry)
-    o_held = tl.arange(0, HELD_PAD)
-    # [HELD_PAD]
-    b_held = tl.load(p_held + i_head * num_held + o_held, mask=o_held < num_held, other=-1)
-    i_found = tl.max(tl.where(b_held == i_block, o_held, -1), 0)
-    is_taken = is_asked & (i_found >= 0)
-    tl.store(p_left + o_entry, (is_asked & (i_found < 0)).to(tl.uint8))
-    if is_taken:
+    i_taken = tl.load(p_taken + o_entry)
+    i_put = tl.load(p_put + o_entry)
+    if (i_taken >= 0) | (i_put >= 0):
         i_slot = tl.load(p_slots + o_entry)
-        p_block = p_source + i_batch * stride_sb + i_kv * stride_sh + i_found.to(tl.int64) * stride_ss
+        p_buffer += i_batch * stride_sb + i_kv * stride_sh
         p_slot = p_target + i_batch * stride_tb + i_kv * stride_th + i_slot * stride_ts
-        copy_block(tl.multiple_of(p_block, ALIGNMENT), tl.multiple_of(p_slot, ALIGNMENT), ELEMENTS, CHUNK)
+        p_slot = tl.multiple_of(p_slot, ALIGNMENT)
+        p_from = tl.multiple_of(p_buffer + tl.maximum(i_taken, 0) * stride_ss, ALIGNMENT)
+        p_to = tl.multiple_of(p_buffer + tl.maximum(i_put, 0) * stride_ss, ALIGNMENT)
+        for start in range(0, ELEMENTS, CHUNK):
+            o_element = start + tl.arange(0, CHUNK)
+            m_element = o_element < ELEMENTS
+            b_evicted = tl.load(p_slot + o_element, mask=m_element & (i_put >= 0))
+            b_arriving = tl.load(p_from + o_element, mask=m_element & (i_taken >= 0))
+            tl.store(p_to + o_element, b_evicted, mask=m_element & (i_put >= 0))
+            tl.store(p_slot + o_element, b_arriving, mask=m_element & (i_taken >= 0))
 
 
 def block_constants(block_size: int, kv_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -107,7 +106,7 @@ def block_constants(block_size: int, kv_dim: int, dtype: torch.dtype) -> dict[st
 def _plan_arguments(
     blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, target: torch.Tensor
 ) -> dict[str, object]:
-    """The arguments that both kernels share."""
+    """The arguments that stand for a plan and its target."""
     return {
         "p_blocks": blocks.contiguous(),
         "p_slots": slots.contiguous(),
@@ -185,49 +184,54 @@ def gather_blocks(
     )
 
 
-def take_blocks(
-    blocks: torch.Tensor,
-    slots: torch.Tensor,
-    mask: torch.Tensor,
-    held: torch.Tensor,
-    source: torch.Tensor,
-    target: torch.Tensor,
-) -> torch.Tensor:
-    """`reference.take_blocks`: copy those planned blocks that a buffer on the device holds into slots, without a host wait.
+def swap_blocks(
+    slots: torch.Tensor, taken: torch.Tensor, put: torch.Tensor, buffer: torch.Tensor, target: torch.Tensor
+) -> None:
+    """`reference.swap_blocks`: move blocks between slots and a buffer on the same device, without a host wait.
 
     Args:
-        blocks, slots, mask, target: See `gather_blocks`.
-        held: [batch, kv_heads, num_held] int64, the block in each entry of `source`, -1 where empty.
-        source: [batch, kv_heads, num_held, block_size, kv_dim], each block contiguous.
-
-    Returns:
-        [batch, kv_heads, entries] bool: what is left of `mask`.
+        slots: [batch, kv_heads, entries] int64, distinct within a head.
+        taken, put: [batch, kv_heads, entries] int64, places in the buffer, negative: none. No place is put to by one entry and
+            taken by another.
+        buffer: [batch, kv_heads, num_held, block_size, kv_dim], each block contiguous. Changed in place.
+        target: [batch, kv_heads, num_slots, block_size, kv_dim], each block contiguous. Changed in place.
 
     Raises:
         ValueError: A shape, dtype or layout is none of these.
     """
-    check_devices(blocks=blocks, slots=slots, mask=mask, held=held, source=source, target=target)
-    _check_plan(blocks, slots, mask, target)
-    check_shape("source", source, (*target.shape[:2], None, *target.shape[3:]))
-    check_shape("held", held, tuple(source.shape[:3]))
-    check_block_layout("source", source)
-    if held.dtype != torch.int64 or source.dtype != target.dtype:
-        raise ValueError(f"held must be int64 and source {target.dtype}, got {held.dtype} and {source.dtype}")
-    if blocks.numel() == 0 or held.numel() == 0:
-        return mask.clone()
-    left = torch.empty_like(mask, memory_format=torch.contiguous_format)
+    check_devices(slots=slots, taken=taken, put=put, buffer=buffer, target=target)
+    if target.dim() != 5:
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}; expected [batch, kv_heads, slots, block_size, kv_dim]"
+        )
+    check_shape("slots", slots, (*target.shape[:2], None))
+    for name, tensor in (("slots", slots), ("taken", taken), ("put", put)):
+        if tensor.dtype != torch.int64 or tensor.shape != slots.shape:
+            raise ValueError(f"{name} must be int64 {tuple(slots.shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
+    check_shape("buffer", buffer, (*target.shape[:2], None, *target.shape[3:]))
+    if buffer.dtype != target.dtype:
+        raise ValueError(f"buffer must be {target.dtype}, got {buffer.dtype}")
+    check_block_layout("buffer", buffer)
+    check_block_layout("target", target)
+    if slots.numel() == 0 or buffer.numel() == 0:
+        return
     launch(
-        _take_kernel,
-        (blocks.shape[2], blocks.shape[0] * blocks.shape[1]),
+        _swap_kernel,
+        (slots.shape[2], slots.shape[0] * slots.shape[1]),
         target.device,
-        p_held=held.contiguous(),
-        p_source=source,
-        p_left=left.view(torch.uint8),
-        stride_sb=source.stride(0),
-        stride_sh=source.stride(1),
-        stride_ss=source.stride(2),
-        num_held=held.shape[2],
-        HELD_PAD=tile(held.shape[2], at_least=1),
-        **_plan_arguments(blocks, slots, mask, target),
+        p_slots=slots.contiguous(),
+        p_taken=taken.contiguous(),
+        p_put=put.contiguous(),
+        p_buffer=buffer,
+        p_target=target,
+        stride_sb=buffer.stride(0),
+        stride_sh=buffer.stride(1),
+        stride_ss=buffer.stride(2),
+        stride_tb=target.stride(0),
+        stride_th=target.stride(1),
+        stride_ts=target.stride(2),
+        kv_heads=slots.shape[1],
+        entries=slots.shape[2],
+        **block_constants(target.shape[3], target.shape[4], target.dtype),
+        num_warps=4,
     )
-    return left
