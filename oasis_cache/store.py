@@ -319,7 +319,7 @@ class HostStore:
             extra = max(num_blocks, 2 * capacity, 64) - capacity
             pad = torch.full((self.batch, extra), -1, dtype=torch.int64)
             self._slab_ids, self._offsets = torch.cat([self._slab_ids, pad], 1), torch.cat([self._offsets, pad], 1)
-            self._addresses = torch.cat([self._addresses, pad.to(self.shape.device)], 1)
+            self._addresses = torch.nn.functional.pad(self._addresses, (0, extra), value=-1)
 
     def read_range(self, start: int, stop: int) -> torch.Tensor:
         """Blocks start..stop of all rows, on the layer's device: [batch, kv_heads, (stop - start) * block_size, kv_dim]."""
