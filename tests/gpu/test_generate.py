@@ -17,9 +17,9 @@ PROMPT, TOKENS = 700, 40
 ENGINES = ("sync", "threads", "cuda", "auto")
 
 
-def model_on(device, dtype=torch.float32):
+def model_on(device, dtype=torch.float32, attention=None):
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 128}
-    return copy.deepcopy(build("llama", **sizes)).to(device, dtype)
+    return copy.deepcopy(build("llama", attention, **sizes)).to(device, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,7 +42,7 @@ def test_sparse_steps_choose_and_give_what_they_do_on_the_cpu(index, device):
     later = [prompt(rows, batch=2, seed=2 + place) for place, rows in enumerate([1] * 20 + [4, 8, 1, 1])]
     logits, traces = [], []
     for where in (torch.device("cpu"), device):
-        model = model_on(where)
+        model = model_on(where, attention="eager")  # whose prefill is the same on every device, but for rounding
         with OasisCache(index=index, trace=True, **SPARSE) as cache:
             forward(model, ids.to(where), cache)
             logits.append(torch.cat([forward(model, new.to(where), cache).cpu() for new in later], dim=1))

@@ -42,7 +42,7 @@ def test_every_part_runs_on_a_cpu(capsys, tmp_path):
         "scoring",
         "gather",
         "seal",
-        "take",
+        "exchange",
         "decode",
         "stall",
         "launches",
@@ -83,6 +83,8 @@ class _Fake:
     def wait_stream(self, stream: object) -> None: ...
 
     def replay(self) -> None: ...
+
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, other: object) -> float:
         return 1.0
@@ -203,7 +205,7 @@ def test_the_sanitizer_sees_every_kernel(monkeypatch):
     monkeypatch.setattr(launch, "start", remember)
     with kernels.interpreted():
         sanitize.run(torch.device("cpu"))
-    assert started == {"attend", "merge", "packed", "minmax", "rank", "delta", "gather", "take", "seal"}
+    assert started == {"attend", "merge", "packed", "minmax", "rank", "delta", "gather", "swap", "seal"}
 
 
 @pytest.mark.slow

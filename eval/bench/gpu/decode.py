@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from eval.bench.gpu.llama import build, chunk_of, fill, forward, providers
 from eval.bench.gpu.measure import Bench, Row, percentiles
 from oasis_cache import OasisCache
 
-WARM_STEPS, SPARE = 4, 512
+WARM_STEPS, TURN_STEPS, SPARE = 4, 4, 512
 
 
 def run(bench: Bench) -> None:
@@ -82,21 +83,28 @@ def measure(bench: Bench, model: PreTrainedModel, context: int, stop: float) -> 
             free(bench, {name: cache})
     before = {name: cache.stats() for name, cache in caches.items() if isinstance(cache, OasisCache)}
     samplers = {
-        name: lambda cache=cache: bench.wall_ms(lambda: forward(model, changing(), cache))
+        name: lambda cache=cache: in_a_row(bench, lambda: forward(model, changing(), cache), TURN_STEPS)
         for name, cache in caches.items()
     }
     began = time.monotonic()
-    samples = bench.interleave(samplers, seconds=max(2.0, stop - began - 4), rounds=40)
+    samples = bench.interleave(samplers, seconds=max(2.0, stop - began - 4), rounds=20)
     elapsed = time.monotonic() - began
     record(bench, f"{context} tokens, a new token each step", shape, samples, caches, before)
     for name, earlier in before.items():
-        record_waiting(bench, f"{context} tokens", shape, name, caches[name], earlier, sum(samples[name]) * 1e-3)
-    rounds = max((len(values) for values in samples.values()), default=0)
-    bench.say(f"decode, {context} tokens: {rounds} rounds in {elapsed:.1f} s")
+        seconds = sum(samples[name]) * 1e-3 * TURN_STEPS / (TURN_STEPS - 1)
+        record_waiting(bench, f"{context} tokens", shape, name, caches[name], earlier, seconds)
+    steps = max((len(values) for values in samples.values()), default=0)
+    bench.say(f"decode, {context} tokens: {steps} steps of each cache in {elapsed:.1f} s")
     steady(bench, model, context, shape, caches, samples)
     if context == (512 if bench.tiny else 8192):
         launches(bench, model, context, shape, caches, changing())
     free(bench, caches)
+
+
+def in_a_row(bench: Bench, step: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of consecutive steps, without the first one: its blocks had the time of the other candidates to arrive."""
+    bench.synchronize()
+    return [bench.step_ms(step) for _ in range(count)][1:]
 
 
 def record(
@@ -113,7 +121,8 @@ def record(
         moved, note = None, ""
         if name in before:
             stats = caches[name].stats()
-            moved = (stats.bytes_fetched - before[name].bytes_fetched) // len(values)
+            steps = stats.sparse_steps - before[name].sparse_steps
+            moved = (stats.bytes_fetched - before[name].bytes_fetched) // steps
             asked = stats.hits + stats.misses - before[name].hits - before[name].misses
             hits = stats.hits - before[name].hits
             note = f"bytes moved are those fetched per step; {hits / max(1, asked):.1%} of the blocks were there"
@@ -151,16 +160,13 @@ def steady(
 ) -> None:
     """The same token at every step: queries hardly change, so hardly a block has to come. The difference is what fetching costs."""
     ids = torch.full((1, 1), 7, device=bench.device)
-    samplers = {
-        name: lambda cache=cache: bench.wall_ms(lambda: forward(model, ids, cache))
-        for name, cache in caches.items()
-        if isinstance(cache, OasisCache)
-    }
-    for name, sampler in samplers.items():  # one after the other: nothing else may come between two of its steps
+    for name, cache in caches.items():
+        if not isinstance(cache, OasisCache):
+            continue
         for _ in range(3):
-            sampler()
-        before = caches[name].stats()
-        samples = {name: [sampler() for _ in range(3 if bench.tiny else 10)]}
+            forward(model, ids, cache)
+        before = cache.stats()
+        samples = {name: in_a_row(bench, lambda c=cache: forward(model, ids, c), 4 if bench.tiny else 12)}
         record(bench, f"{context} tokens, the same token each step", shape, samples, caches, {name: before})
         gain = 1 - percentiles(samples[name])[1] / percentiles(changing[name])[1]
         bench.record(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -108,6 +108,14 @@ class Bench:
         self.synchronize()
         return (time.perf_counter() - begin) * 1e3
 
+    def step_ms(self, function: Callable[[], object]) -> float:
+        """Milliseconds from the call until the current stream is through; what runs on others goes on, as it does for a caller."""
+        begin = time.perf_counter()
+        function()
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
     def device_ms(self, function: Callable[[], object]) -> float:
         """Milliseconds between two events on the current stream."""
         if not self.on_gpu:
@@ -154,14 +162,15 @@ class Bench:
         return lambda: self.device_ms(replay) / len(calls)
 
     def interleave(
-        self, samplers: dict[str, Callable[[], float]], seconds: float, rounds: int
+        self, samplers: Mapping[str, Callable[[], float | list[float]]], seconds: float, rounds: int
     ) -> dict[str, list[float]]:
-        """Samples of each candidate, taken in turns: `rounds` of them, or as many as fit in `seconds`, and one at least."""
+        """Samples of each candidate, taken in turns: `rounds` turns, or as many as fit in `seconds`, and one at least."""
         samples: dict[str, list[float]] = {name: [] for name in samplers}
         stop = time.monotonic() + min(seconds, self.left)
         for _ in range(2 if self.tiny else rounds):
             for name, sampler in samplers.items():
-                samples[name].append(sampler())
+                sample = sampler()
+                samples[name] += sample if isinstance(sample, list) else [sample]
             if time.monotonic() > stop:
                 break
         return samples
