@@ -65,7 +65,6 @@ def test_no_step_waits_and_all_give_what_the_cpu_gives(options):
         assert relative_error(left, right) <= 1e-5
 
 
-@pytest.mark.xfail(raises=WaitError, strict=False, reason="HostStore's table of addresses grows by a blocking copy")
 def test_no_table_waits_as_it_grows():
     prompt = 64 * 16 + 4  # tables begin with room for 64 blocks
     with pretended():
