@@ -20,7 +20,11 @@ WARM_STEPS, TURN_STEPS, SPARE = 4, 4, 512
 
 def run(bench: Bench) -> None:
     began = time.monotonic()
-    model = build(bench)
+    try:
+        model = build(bench)
+    except torch.OutOfMemoryError as error:
+        bench.say(f"decode: the model does not fit the device: {str(error)[:150]}")
+        return
     bench.synchronize()
     bench.say(f"decode: the model was made in {time.monotonic() - began:.1f} s")
     contexts = (512,) if bench.tiny else (8192, 32768, 131072)
