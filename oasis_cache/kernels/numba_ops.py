@@ -17,7 +17,7 @@ from oasis_cache.kernels.lanes import LANES, copy_bytes, dot_1, dot_2, dot_3, do
 
 WORD_TOKENS = LANES  # tokens whose 2-bit codes share a word
 _CHUNK_BLOCKS = 128  # blocks a thread takes at a time
-_PARALLEL_FROM = 8192  # blocks of single KV heads from which waking other threads pays
+_PARALLEL_FROM = 2048  # blocks of single KV heads from which waking other threads pays
 MASKED = np.float32(-1e30)
 _parallel_lock = threading.Lock()  # not every threading layer of numba takes calls from two threads at once
 
@@ -217,10 +217,12 @@ def score_int2(
         block_size,
         group,
     )
-    if heads * num_blocks < _PARALLEL_FROM or numba.get_num_threads() == 1:
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if heads * num_blocks < _PARALLEL_FROM or threads == 1:
         _score_serial(*arrays, log_mass, shares, best)
     else:
         with _parallel_lock:
+            numba.set_num_threads(threads)
             _score_parallel(*arrays, _CHUNK_BLOCKS, log_mass, shares, best)
     if visible is not None:
         _hide(log_mass)

@@ -58,7 +58,7 @@ def test_threads_change_nothing(monkeypatch, padded):
     _, arrays = packed(keys)
     serial = numba_ops.score_int2(queries, *arrays, 300, 16, 3, 0.125, visible)
     monkeypatch.setattr(numba_ops, "_PARALLEL_FROM", 0)
-    monkeypatch.setattr(numba_ops.numba, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(numba_ops.torch, "get_num_threads", lambda: 2)
     for mine, right in zip(numba_ops.score_int2(queries, *arrays, 300, 16, 3, 0.125, visible), serial, strict=True):
         assert torch.equal(mine, right)
 
