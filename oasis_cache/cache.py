@@ -298,7 +298,8 @@ class OasisCache(DynamicCache):
 
         Raises:
             ValueError: `tokens_to_remove` is positive, unless the installed transformers still takes that as a length to keep.
-            RuntimeError: A forward was interrupted and the model has layers that cannot go back.
+            RuntimeError: The model has layers that cannot go back, sliding windows or recurrent states that do not record their
+                past, or a forward was interrupted in such a model. Nothing was removed.
         """
         self._drop_interrupted_forward()
         count = int(tokens_to_remove)  # transformers 5.17 passes a tensor
@@ -307,7 +308,25 @@ class OasisCache(DynamicCache):
                 f"crop({count}) with a length to keep is deprecated; pass a negative number to remove", stacklevel=2
             )
             count = min(0, count - self.get_seq_length())
-        super().crop(count)
+        if count < 0:
+            self._check_others_can_go_back()
+        for layer in self.layers:
+            if count < 0 or getattr(
+                layer, "record_past", True
+            ):  # else there is nothing to take back, and it would raise
+                layer.crop(count)
+
+    def _check_others_can_go_back(self) -> None:
+        """Raise before any layer is cropped if one of transformers' own layers would."""
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, OasisLayer) or getattr(layer, "record_past", True):
+                continue
+            window = getattr(layer, "sliding_window", None)
+            if window is None or int(layer.get_seq_length()) >= int(window):
+                raise RuntimeError(
+                    f"layer {number}, a {type(layer).__name__}, cannot go back: call activate_past_recording() before the tokens "
+                    "come that may have to be removed, or reset() the cache"
+                )
 
     def reset(self) -> None:
         """Forget all tokens, give their memory back and start the counters anew."""

@@ -113,6 +113,37 @@ def test_crop_means_what_the_installed_transformers_means(model, past, count):
         assert cache.get_seq_length() == 0
 
 
+@case(4)
+@pytest.mark.parametrize("config", [EXACT, SPARSE], ids=["exact", "sparse"])
+@pytest.mark.parametrize("full_first", [True, False])
+def test_a_crop_reaches_all_layers_or_none(config, full_first):
+    """A window that was not recorded cannot go back: then no other layer does, and the cache goes on."""
+    kinds = ["full_attention", "sliding_attention"] if full_first else ["sliding_attention", "full_attention"]
+    model = models.build.__wrapped__("gpt-oss", "eager", layer_types=kinds)
+    ids = models.prompt(60)
+    cache, twin = OasisCache(config, model_config=model.config), OasisCache(config, model_config=model.config)
+    for each in (cache, twin):
+        models.forward(model, ids, each)
+    with pytest.raises(RuntimeError, match=r"DynamicSlidingWindowLayer, cannot go back: call activate_past_recording"):
+        cache.crop(-5)
+    cache.crop(0)
+    assert {layer.get_seq_length() for layer in cache.layers} == {60}
+    assert torch.equal(models.forward(model, ids[:, :1], cache), models.forward(model, ids[:, :1], twin))
+
+
+@case(4)
+def test_nothing_to_crop_is_no_error():
+    """Where recurrent states cannot go back, `crop(0)` has nothing to do, also for them."""
+    model = models.build("qwen3-next")
+    cache = OasisCache(SPARSE, model_config=model.config)
+    models.forward(model, models.prompt(60), cache)
+    cache.crop(0)
+    assert cache.get_seq_length() == 60
+    with pytest.raises(RuntimeError, match="LinearAttentionLayer, cannot go back"):
+        cache.crop(-1)
+    assert cache.get_seq_length() == 60
+
+
 @case(5)
 @CONFIGS
 @pytest.mark.parametrize("name", ["llama-deep", "gemma3", "lfm2"])
