@@ -29,7 +29,7 @@ from oasis_cache.kernels import reference
 NAME = "sparse_oracle"
 """The attention implementation that computes by these rules: `models.build(name, oracle.NAME)`."""
 
-_rules: tuple[OasisConfig, frozenset[int] | None, bool] | None = None
+_rules: tuple[OasisConfig, frozenset[int] | None, bool, list[float] | None] | None = None
 
 
 def dense_tokens(config: OasisConfig) -> int:
@@ -177,18 +177,26 @@ def _attention_function(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     assert _rules is not None, "an oracle model runs inside `rules`"
-    config, layers, blind_mean = _rules
+    config, layers, blind_mean, margins = _rules
     if layers is not None and module.layer_idx not in layers:
         config = None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention(query, key, value, attention_mask, config, scaling, softcap, s_aux, blind_mean), None
+    return attention(query, key, value, attention_mask, config, scaling, softcap, s_aux, blind_mean, margins), None
 
 
 @contextmanager
-def rules(config: OasisConfig, layers: frozenset[int] | None = None, blind_mean: bool = False) -> Iterator[None]:
-    """Within, oracle models attend by the rules of `config` in `layers` (None: in all), and exactly elsewhere."""
+def rules(
+    config: OasisConfig,
+    layers: frozenset[int] | None = None,
+    blind_mean: bool = False,
+    margins: list[float] | None = None,
+) -> Iterator[None]:
+    """Within, oracle models attend by the rules of `config` in `layers` (None: in all), and exactly elsewhere.
+
+    `margins` takes the margin of each choice of blocks, if given.
+    """
     global _rules
-    before, _rules = _rules, (config, layers, blind_mean)
+    before, _rules = _rules, (config, layers, blind_mean, margins)
     try:
         yield
     finally:
