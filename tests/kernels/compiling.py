@@ -18,11 +18,14 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from tests.kernels.configurations import all_configurations, planted
 from tests.kernels.recording import Launch, record
@@ -159,6 +162,50 @@ def compile_all(every_target: bool) -> list[dict[str, Any]]:
         return pool.map(_compile_job, jobs, chunksize=1)
 
 
+class _Driver:
+    """A driver for a device that is not there."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def launched_sources(target: str) -> tuple[int, list[str]]:
+    """Launch all configurations as on a device, up to the point where Triton would compile.
+
+    Returns:
+        How many launches there were, and those whose kernel is specialised in another way than `source` does.
+    """
+    asked: list[tuple[Any, Any, Any]] = []
+
+    def remember(
+        kernel: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, warmup: Any
+    ) -> None:
+        asked.append((dict(signature), constants, {place: pairs for place, pairs in attributes.items() if pairs}))
+
+    count, different = 0, []
+    driver.set_active(_Driver(TARGETS[target]))
+    with mock.patch.object(JITFunction, "_do_compile", remember):
+        for configuration in all_configurations():
+            for launch in launches_of(configuration.name, target):
+                asked.clear()
+                launch.kernel.device_caches.clear()  # it forgets that it was compiled
+                launch.kernel[launch.grid](**launch.arguments)
+                own = source(launch)
+                count += 1
+                if asked != [(own.signature, own.constants, own.attrs)]:
+                    different.append(f"{configuration.name}: {asked}")
+    return count, different
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="where the needs of all compiled kernels go, as JSON")
@@ -166,7 +213,10 @@ def main() -> None:
         "--every-target", action="store_true", help="all configurations for all targets, not the main ones only"
     )
     arguments = parser.parse_args()
-    arguments.results.write_text(json.dumps(compile_all(arguments.every_target)))
+    kernels = compile_all(arguments.every_target)
+    count, different = launched_sources(MAIN_TARGET)
+    results = {"kernels": kernels, "launches": count, "specialised in another way": different}
+    arguments.results.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def violations(kernel: dict[str, Any], main: bool) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory, request) -> list[dict[str, Any]]:
-    """What all compiled kernels need. Compiled in another process: here kernels are interpreted, or belong to one GPU."""
+def results(tmp_path_factory, request) -> dict[str, Any]:
+    """What `tests.kernels.compiling` writes. Compiled in another process: here kernels are interpreted, or belong to one GPU."""
     path = tmp_path_factory.mktemp("compiled") / "needs.json"
     environment = os.environ | {"TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton"))}
     environment.pop("TRITON_INTERPRET", None)
@@ -50,6 +50,12 @@ def everything(tmp_path_factory, request) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def everything(results) -> list[dict[str, Any]]:
+    """What all compiled kernels need."""
+    return results["kernels"]
+
+
+@pytest.fixture(scope="module")
 def compiled(everything) -> list[dict[str, Any]]:
     """Those that can be launched."""
     return [kernel for kernel in everything if not kernel["configuration"].startswith("planted")]
@@ -60,6 +66,12 @@ def test_configurations_fit_the_target(compiled, target):
     kernels = [kernel for kernel in compiled if kernel["target"] == target]
     assert len(kernels) >= 40
     assert [found for kernel in kernels for found in violations(kernel, kernel["configuration"] in MAIN)] == []
+
+
+def test_what_is_compiled_is_what_a_launch_compiles(results):
+    """Ahead of time, types, alignments and constants are spelt out; a launch derives them from its arguments."""
+    assert results["launches"] >= len(all_configurations())
+    assert results["specialised in another way"] == []
 
 
 def test_all_kernels_were_compiled_for_all_targets(compiled):
