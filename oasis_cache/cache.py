@@ -254,16 +254,18 @@ class OasisCache(DynamicCache):
             MemoryError: The host tier cannot take the forward's tokens in all layers. Nothing was written.
             RuntimeError: An earlier forward broke off between the first layer and this one, or another thread began one.
         """
-        layer, oasis_layers = self.layers[layer_idx], self._oasis_layers
+        layer = self.layers[layer_idx]
         if not isinstance(layer, OasisLayer):
             return
+        first = next(other for other in self.layers if isinstance(other, OasisLayer))
         rows = keys.shape[-2]
-        if layer is not oasis_layers[0] and self._thread != threading.get_ident():
+        if layer is not first and self._thread != threading.get_ident():
             raise RuntimeError(
                 f"two threads use this cache: another one began a forward before this one came to layer {layer_idx}. Give each "
                 "thread a cache of its own; crop(0) or reset() makes this one usable again"
             )
-        if layer is oasis_layers[0]:
+        if layer is first:
+            oasis_layers = self._oasis_layers
             self._thread = threading.get_ident()
             self.runtime.masks.clear()
             shape = LayerShape.of(keys, values)
@@ -271,11 +273,11 @@ class OasisCache(DynamicCache):
             if needed:
                 total = layer.get_seq_length() + rows
                 self.runtime.memory.require(needed, f"a context of {total:,} tokens in {len(oasis_layers)} layers")
-        elif layer.get_seq_length() + rows != oasis_layers[0].get_seq_length():
+        elif layer.get_seq_length() + rows != first.get_seq_length():
             hint = " An encoder-decoder model needs EncoderDecoderCache(OasisCache(), DynamicCache())."
             raise RuntimeError(
                 f"layer {layer_idx} holds {layer.get_seq_length()} tokens and gets {rows} more, but the first layer holds "
-                f"{oasis_layers[0].get_seq_length()}: an earlier forward was interrupted. Call crop(0) to go back to the last "
+                f"{first.get_seq_length()}: an earlier forward was interrupted. Call crop(0) to go back to the last "
                 f"complete forward, or reset().{hint if getattr(self.model_config, 'is_encoder_decoder', False) else ''}"
             )
 
