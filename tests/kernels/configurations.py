@@ -152,6 +152,10 @@ def movement_configurations() -> list[Configuration]:
             found.append(
                 Configuration(f"delta {slots} clock {clock}", call, main=slots == NUM_SLOTS and clock is not None)
             )
+    for entries, places in ((1, 1), (NUM_SLOTS, 6), (NUM_SLOTS, NUM_SLOTS), (MAX_SLOTS, MAX_SLOTS)):
+        blocks, held = (meta(BATCH, KV_HEADS, size, dtype=torch.int64) for size in (entries, places))
+        call = lambda b=blocks, h=held: triton_ops.plan_exchange(b, b.bool(), b, h, h, 100_000)  # noqa: E731
+        found.append(Configuration(f"exchange {entries} {places}", call, main=entries == NUM_SLOTS))
     addresses = meta(BATCH, NUM_BLOCKS, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for block_size, kv_dim in ((16, 256), (16, 128), (16, 512), (4, 6), (1, 3)):

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 # Shared memory (LDS) that one program may take, in bytes.
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 REGISTER_LIMIT = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
-KERNELS = {"attend", "merge", "packed", "minmax", "rank", "delta", "gather", "swap", "seal"}
+KERNELS = {"attend", "merge", "packed", "minmax", "rank", "delta", "exchange", "gather", "swap", "seal"}
 MAIN = {configuration.name for configuration in all_configurations() if configuration.main}
 ROOT = Path(__file__).parents[2]
 

@@ -4,6 +4,7 @@ On CPU tensors they run in Triton's interpreter, if TRITON_INTERPRET=1 was set b
 """
 
 from oasis_cache.kernels.triton_ops.delta_select import delta_select
+from oasis_cache.kernels.triton_ops.exchange_blocks import exchange_blocks, plan_exchange
 from oasis_cache.kernels.triton_ops.gather_blocks import gather_blocks, swap_blocks
 from oasis_cache.kernels.triton_ops.score_minmax import score_minmax
 from oasis_cache.kernels.triton_ops.score_packed import score_int1, score_int2
@@ -12,7 +13,9 @@ from oasis_cache.kernels.triton_ops.sparse_attention import sparse_attention
 
 __all__ = [
     "delta_select",
+    "exchange_blocks",
     "gather_blocks",
+    "plan_exchange",
     "score_int1",
     "score_int2",
     "score_minmax",
