@@ -102,7 +102,8 @@ def refusal(original: Callable, module: torch.nn.Module, arguments: dict[str, An
     if original not in (sdpa_attention_forward, flash_attention_forward, flex_attention_forward):
         if name != "eager_attention_forward" or not plain_eager(original):
             return f"attention function {original.__module__}.{name}, which oasis_cache does not know"
-        if "sinks" in original.__code__.co_names and arguments.get("s_aux") is None:
+        sinks_of_module = "sinks" in original.__code__.co_names and getattr(module, "sinks", None) is not None
+        if sinks_of_module and arguments.get("s_aux") is None:
             return f"attention function {original.__module__}.{name}, whose sinks are not passed to it"
     if arguments.get("output_attentions") or getattr(module.config, "output_attentions", False):
         return "output_attentions=True"

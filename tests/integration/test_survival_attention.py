@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from oasis_cache import OasisCache, OasisConfig, OasisWarning
+from oasis_cache.attention import refusal
 from tests import models, oracle
 from tests.integration.survival import (
     CONFIGS,
@@ -74,6 +77,16 @@ def test_sinks_are_applied_once(config):
         outputs.append(heard[-1].norm().item())
         assert (cache.stats().sparse_steps == 2) == (config is not EXACT)
     assert outputs[1] < 0.7 * outputs[0] and outputs[2] < 1e-6
+
+
+@case(68)
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4)], ids=["without", "with"])
+def test_layers_without_sinks_need_none_passed(sinks):
+    """One attention function serves layers with sinks and without (MiMo-V2-Flash): only a layer that has some must pass them."""
+    eager = sys.modules[type(models.build("gpt-oss-deep", "eager")).__module__].eager_attention_forward
+    layer = SimpleNamespace(sinks=sinks, config=SimpleNamespace())
+    assert (refusal(eager, layer, {"s_aux": None}) is None) == (sinks is None)
+    assert refusal(eager, layer, {"s_aux": torch.zeros(4)}) is None
 
 
 @case(70)
