@@ -463,7 +463,12 @@ def test_threads_with_caches_of_their_own(model, config):
     def answer(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         cache = OasisCache(config)
         out = models.generate(model, ids, cache, 30)
-        return out.sequences, torch.stack(out.logits), cache.stats().misses
+        stats = cache.stats()
+        return (
+            out.sequences,
+            torch.stack(out.logits),
+            stats.misses - stats.late,
+        )  # how late copies land is a matter of time
 
     serial = [answer(ids) for ids in prompts]
     results: list[Any] = [None] * 4

@@ -60,12 +60,11 @@ def test_what_is_stored_is_what_was_computed(engine):
 @case(84, 88)
 def test_the_simulated_engine_notices_a_missing_wait(model, monkeypatch):
     """The control of all tests with it: without waiting, attention reads NaN or a rule is broken."""
-    cache = OasisCache(SIMULATED, model_config=model.config)
-    ids = models.prompt(200)
-    models.forward(model, ids, cache)
+    cache = OasisCache(SIMULATED, model_config=model.config, max_fetch=None)
+    models.forward(model, models.prompt(200), cache)
     monkeypatch.setattr(type(cache.runtime.engine), "wait", lambda self, transfer: None)
     with contextlib.suppress(AssertionError):
-        for number in range(6):
+        for number in range(60):
             out = models.forward(model, models.prompt(1, seed=number), cache)
             if not torch.isfinite(out).all():
                 return
