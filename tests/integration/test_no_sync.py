@@ -10,7 +10,7 @@ import torch
 
 from oasis_cache import OasisCache
 from tests.kernels.comparing import relative_error
-from tests.kernels.pretend import DEVICE, DeviceTensor, WaitError, pretended, to_device, waiting_allowed
+from tests.kernels.pretend import DEVICE, DeviceTensor, WaitError, launched, pretended, to_device, waiting_allowed
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="where there is a GPU, tests/gpu/test_no_sync.py asks it"
@@ -29,7 +29,7 @@ CONFIGS = [
 ROWS = [1] * 6 + [3, 1, 4, 1, 1]  # a block is sealed among them
 
 
-def steps(device, prompt=204, batch=1, **options):
+def steps(device, prompt=204, batch=1, after_step=lambda: None, **options):
     """Attention's outputs of a filled cache, step by step; the filling may wait, steps may not."""
     generator = torch.Generator().manual_seed(0)
 
@@ -47,6 +47,7 @@ def steps(device, prompt=204, batch=1, **options):
         out = cache.layers[0].attend(
             query, None, scaling=DIM**-0.5, sliding_window=None, softcap=None, sinks=None, is_causal=True
         )
+        after_step()
         outputs.append(out.inner if isinstance(out, DeviceTensor) else out)
     return cache, outputs
 
@@ -63,6 +64,18 @@ def test_no_step_waits_and_all_give_what_the_cpu_gives(options):
     _, want = steps(torch.device("cpu"), **{**options, "engine": "sync"})
     for left, right in zip(got, want, strict=True):
         assert relative_error(left, right) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "limit"), [({"lookahead": "off"}, 20), ({}, 84), ({"on_miss": "skip"}, 42)], ids=str
+)
+def test_a_step_launches_few_kernels(options, limit):
+    """What one layer gives the device in a step that seals nothing: many small launches would cost more than their work."""
+    counts = []
+    with pretended():
+        steps(DEVICE, after_step=lambda: (counts.append(sum(launched.values())), launched.clear()), **options)
+    assert 10 < counts[2] <= limit
 
 
 def test_no_table_waits_as_it_grows():

@@ -7,6 +7,7 @@ device or makes a shape of a value. Triton kernels run on the pretended tensors 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ WAITING = {
 READING = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 
 
+launched: Counter[str] = Counter()  # operations and kernels that a device would have been given
 _may_wait = False
 
 
@@ -101,6 +103,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation with device tensors among its arguments: refused if a host waits, else done on what they hold."""
     name = func._schema.name.removeprefix("aten::")
     _refuse(name, func, args, kwargs)
+    if not _is_free(func):
+        launched[name] += 1
     given = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, DeviceTensor)]
     out = func(*_unwrapped(args), **_unwrapped(kwargs))
     if name == "copy_" and not isinstance(args[0], DeviceTensor):
@@ -113,6 +117,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return same[0] if same else DeviceTensor(item)
 
     return tree_map(wrap, out)
+
+
+def _is_free(func: Any) -> bool:
+    """Whether an operation only makes a view, or memory without a value."""
+    views = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
+    return "empty" in func._schema.name or any(not alias.is_write for alias in views)
 
 
 def _refuse(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -190,6 +200,7 @@ def pretended() -> Iterator[None]:
     start = launch.start
 
     def interpret(kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any]) -> None:
+        launched[kernel.fn.__name__.strip("_")] += 1
         with torch._C.DisableTorchFunction():
             start(kernel, grid, torch.device("cpu"), _unwrapped(arguments))
 
