@@ -422,6 +422,9 @@ class OasisCache(DynamicCache):
             oasis_layers=len(layers),
             other_layers=len(self.layers) - len(layers),
             warnings=tuple(self.runtime.messages),
+            layers=tuple(
+                layer.stats(number) for number, layer in enumerate(self.layers) if isinstance(layer, OasisLayer)
+            ),
         )
 
     @property

@@ -26,7 +26,7 @@ from oasis_cache.index import BlockIndex, make_index
 from oasis_cache.pool import WorkingSet
 from oasis_cache.residency import Residency
 from oasis_cache.runtime import Runtime
-from oasis_cache.stats import LayerCounters, StepTrace
+from oasis_cache.stats import LayerCounters, LayerStats, StepTrace
 from oasis_cache.store import HostStore, slab_sizes
 
 _T = TypeVar("_T")
@@ -126,6 +126,25 @@ class OasisLayer(CacheLayerMixin):
     @property
     def host_bytes(self) -> int:
         return self.store.used_bytes if self.store is not None else 0
+
+    def stats(self, number: int) -> LayerStats:
+        """This layer's part of `OasisCache.stats()`; `number` is its place in the model."""
+        counters = self.counters
+        late = int(counters.late)
+        misses = int(counters.misses) + late
+        return LayerStats(
+            number,
+            counters.selected - misses,
+            misses,
+            int(counters.spare_hits),
+            late,
+            counters.bytes_fetched,
+            counters.bytes_written,
+            counters.stall_seconds,
+            self.device_bytes,
+            self.index_bytes,
+            self.host_bytes,
+        )
 
     # --- Update -------------------------------------------------------------------------------------------------------
 

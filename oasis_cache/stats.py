@@ -69,6 +69,23 @@ class StepTrace:
 
 
 @dataclass(frozen=True)
+class LayerStats:
+    """One OasisLayer's part of `OasisStats`, of the same names; `layer` is its number in the model."""
+
+    layer: int
+    hits: int
+    misses: int
+    spare_hits: int
+    late: int
+    bytes_fetched: int
+    bytes_written: int
+    stall_seconds: float
+    device_bytes: int
+    index_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
 class OasisStats:
     """Report of `OasisCache.stats()`. Counts are since construction or `reset()`; bytes are now.
 
@@ -85,7 +102,7 @@ class OasisStats:
         hits, misses: Blocks wanted in slots that were, were not, resident (or prefetched and there) when attention asked.
         prefetched: Blocks sent for by prediction.
         spare_hits: Wanted blocks that were on the device beside the slots: prefetched, or out of the selection only lately.
-        late: The part of those that had not arrived when attention asked, so that it waited.
+        late: The part of those that had not arrived when attention asked, so that it waited; they count as misses.
         dropped: Prefetches called off by a crop, reorder or reset.
         hit_rate: hits / (hits + misses), 0.0 before the first sparse step.
         bytes_fetched, bytes_written: Bytes moved from, to the host tier.
@@ -99,6 +116,7 @@ class OasisStats:
         context_tokens: Tokens the cache holds now.
         oasis_layers, other_layers: How many layers of the cache can be sparse, and how many are transformers' own.
         warnings: Messages that this cache gave, each once.
+        layers: The OasisLayers one by one.
     """
 
     steps: int
@@ -128,6 +146,7 @@ class OasisStats:
     oasis_layers: int
     other_layers: int
     warnings: tuple[str, ...] = ()
+    layers: tuple[LayerStats, ...] = ()
 
     @property
     def hit_rate(self) -> float:
@@ -143,6 +162,5 @@ class OasisStats:
         return {**asdict(self), "hit_rate": self.hit_rate, "blocks_read_per_step": self.blocks_read_per_step}
 
     def __str__(self) -> str:
-        names = [f.name for f in fields(self)]
-        width = max(map(len, names))
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.as_dict().items())
+        width = max(len(f.name) for f in fields(self))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.as_dict().items() if name != "layers")

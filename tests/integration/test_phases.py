@@ -290,7 +290,10 @@ def test_stats_print_and_serialise():
     assert values["hit_rate"] == stats.hit_rate > 0
     assert values["blocks_read_per_step"] == stats.blocks_read / 2
     lines = str(stats).splitlines()
-    assert {line.split()[0] for line in lines} == set(values)
+    assert {line.split()[0] for line in lines} == set(values) - {"layers"}
+    for name in ("hits", "misses", "bytes_fetched", "bytes_written", "device_bytes", "index_bytes", "host_bytes"):
+        assert sum(layer[name] for layer in values["layers"]) == values[name] > 0
+    assert [layer["layer"] for layer in values["layers"]] == list(range(LAYERS))
     assert any(line.split() == ["sparse_steps", "2"] for line in lines)
     text = repr(cache)
     assert f"{4 * BUDGET + 4} tokens" in text and f"budget={BUDGET}" in text and "2 sparse" in text
