@@ -37,6 +37,8 @@ def _outside_autograd(function: Callable[..., _T]) -> Callable[..., _T]:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> _T:
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # as in `generate`
+            return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)
 
