@@ -332,6 +332,22 @@ def test_a_selection_that_is_hidden_entirely():
     assert torch.isfinite(out).all()
 
 
+@case(130)
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_window_without_tokens(block_size):
+    """Without recent blocks, a crop to a block's end leaves no token in the window: a long forward reads the rest, exactly."""
+    config = OasisConfig(
+        block_size=block_size, budget=16, sink_blocks=1, recent_blocks=0, sparse_rows=1, stream_tokens=8
+    )
+    model = models.build("llama", "sdpa")
+    cache, complete = OasisCache(config), dynamic(model)
+    for each in (cache, complete):
+        models.forward(model, models.prompt(41), each)
+        each.crop(-1)
+    assert cache.layers[0].working_set.window_length == 0
+    assert_close(*(models.forward(model, models.prompt(5), each) for each in (cache, complete)))
+
+
 @case(131)
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16, 64])
 def test_any_block_size_and_length(block_size):
