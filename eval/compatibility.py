@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from oasis_cache import OasisCache, OasisConfig
+from oasis_cache.layer import OasisLayer
 from tests import models, oracle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -327,8 +327,7 @@ def sparse_cell(family: str, model: PreTrainedModel) -> str:
     truth, error = outcome(lambda: build(family, oracle.NAME))
     if error is not None:
         return f"sparse ({served}; rules not checked)"
-    complete = DynamicCache(config=model.config)
-    sparse = frozenset(n for n, layer in enumerate(complete.layers) if type(layer) is DynamicLayer)
+    sparse = frozenset(n for n, layer in enumerate(cache.layers) if isinstance(layer, OasisLayer))
 
     def by_rules(config: OasisConfig) -> Any:
         with oracle.rules(config, sparse):

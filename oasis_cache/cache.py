@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from oasis_cache.attention import install
 from oasis_cache.blocks import LayerShape
 from oasis_cache.config import OasisConfig
+from oasis_cache.hybrid import OasisHybridLayer
 from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
 from oasis_cache.selector import RowRoles
@@ -83,9 +84,7 @@ class OasisCache(DynamicCache):
         """Make the layers that the model needs: transformers' own, an `OasisLayer` in place of each plain full-attention one."""
         layers = transformers_layers(model_config)
         sparse = not _caches_latents(model_config)
-        self._layers = [
-            OasisLayer(self.runtime) if sparse and type(layer) is DynamicLayer else layer for layer in layers
-        ]
+        self._layers = [self._in_place_of(layer) if sparse else layer for layer in layers]
         self.model_config = model_config
         if not self._oasis_layers and sparse:
             self.runtime.warn_once(
@@ -97,6 +96,14 @@ class OasisCache(DynamicCache):
                 f"{type(model_config).__name__} caches latents that its layers expand before attention (MLA): OasisCache keeps "
                 "them dense on the device, as DynamicCache does"
             )
+
+    def _in_place_of(self, layer: Any) -> Any:
+        """The layer that serves in the place of one of transformers' own: that one where it is no full attention."""
+        if type(layer) is DynamicLayer:
+            return OasisLayer(self.runtime)
+        if type(layer) is LinearAttentionAndFullAttentionLayer:
+            return OasisHybridLayer(self.runtime, layer.number_of_states)
+        return layer
 
     def __deepcopy__(self, memo: dict) -> OasisCache:
         """An independent cache with the same content; the host tier's pages are shared, not copied."""
@@ -286,7 +293,7 @@ class OasisCache(DynamicCache):
         lengths = [layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")]
         if len(set(lengths)) <= 1:
             return
-        if len(self._oasis_layers) != len(self.layers):
+        if not all(type(layer) is OasisLayer for layer in self.layers):
             raise RuntimeError(
                 "an earlier forward was interrupted, and this model has layers that cannot go back to before it: call reset()"
             )
@@ -321,7 +328,7 @@ class OasisCache(DynamicCache):
     def _check_others_can_go_back(self) -> None:
         """Raise before any layer is cropped if one of transformers' own layers would."""
         for number, layer in enumerate(self.layers):
-            if isinstance(layer, OasisLayer) or getattr(layer, "record_past", True):
+            if getattr(layer, "record_past", True):
                 continue
             window = getattr(layer, "sliding_window", None)
             if window is None or int(layer.get_seq_length()) >= int(window):
@@ -412,7 +419,7 @@ class OasisCache(DynamicCache):
             bytes_fetched=sum(c.bytes_fetched for c in counters),
             bytes_written=sum(c.bytes_written for c in counters),
             device_bytes=sum(layer.device_bytes for layer in layers),
-            other_device_bytes=sum(_tensor_bytes(layer) for layer in self.layers if not isinstance(layer, OasisLayer)),
+            other_device_bytes=sum(map(_other_bytes, self.layers)),
             host_bytes=sum(layer.host_bytes for layer in layers),
             host_bytes_reserved=memory.reserved_bytes,
             pinned=memory.pinned_bytes == memory.reserved_bytes if memory.reserved_bytes else None,
@@ -520,8 +527,10 @@ def _positive_crop_is_a_length() -> bool:
     return layer.get_seq_length() == 1
 
 
-def _tensor_bytes(layer: Any) -> int:
-    """Bytes of the tensors that one of transformers' own layers holds."""
+def _other_bytes(layer: Any) -> int:
+    """Bytes of the tensors that one of transformers' own layers holds, or one of ours beside keys and values."""
+    if isinstance(layer, OasisLayer):
+        return layer.state_bytes if isinstance(layer, OasisHybridLayer) else 0
     items: list[Any] = []
     for value in vars(layer).values():
         items += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]

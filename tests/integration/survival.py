@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from oasis_cache import OasisCache, OasisConfig
 from oasis_cache.blocks import as_blocks
@@ -60,7 +59,8 @@ def by_rules(name: str, config: OasisConfig, ids: torch.Tensor, count: int, **ar
     """What the stated rules of sparse attention generate, computed from complete keys and values."""
     truth = models.build(name, oracle.NAME)
     cache = dynamic(truth)
-    sparse = frozenset(number for number, layer in enumerate(cache.layers) if type(layer) is DynamicLayer)
+    ours = OasisCache(config, model_config=truth.config).layers
+    sparse = frozenset(number for number, layer in enumerate(ours) if isinstance(layer, OasisLayer))
     with oracle.rules(config, sparse, models.eager_only(name)):
         return models.generate(truth, ids, cache, count, **arguments)
 

@@ -20,7 +20,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from oasis_cache import OasisCache, OasisConfig
 from oasis_cache.layer import OasisLayer
@@ -38,7 +37,7 @@ EXAMPLES = max(100, settings.default.max_examples // 8)
 
 GOING_BACK = ["llama", "qwen3", "phi", "qwen3-moe"]
 """Architectures whose every layer can be cropped at any time."""
-OTHERS = ["gemma3", "gpt-oss", "gemma2", "lfm2", "qwen3-next", "llama4", "mistral-window"]
+OTHERS = ["gemma3", "gpt-oss", "gemma2", "lfm2", "qwen3-next", "falcon-h1", "llama4", "mistral-window"]
 
 small_configs = st.builds(
     OasisConfig,
@@ -112,7 +111,7 @@ class Conversation:
         self.generator = torch.Generator().manual_seed(seed)
         self.cache = OasisCache(config, model_config=self.model.config)
         self.sparse_layers = frozenset(
-            number for number, layer in enumerate(self.new_twin().layers) if type(layer) is DynamicLayer
+            number for number, layer in enumerate(self.cache.layers) if isinstance(layer, OasisLayer)
         )
         self.blind_mean = attention == "eager"
         self.begin()
@@ -375,7 +374,7 @@ class Conversation:
 
     def check(self) -> None:
         assert self.cache.get_seq_length() == self.complete.get_seq_length() == self.held
-        if not self.held:
+        if not self.mask[:, : self.held].any():
             return
         real = self.mask[:, : self.held].bool()
         for layer, whole in zip(self.cache.layers, self.complete.layers, strict=True):

@@ -268,7 +268,7 @@ def test_padding_does_not_leak_into_states(name, config):
 
 
 @case(75, 83)
-@pytest.mark.parametrize("name", ["qwen3-next-deep", "lfm2", "jamba"])
+@pytest.mark.parametrize("name", ["qwen3-next-deep", "lfm2", "jamba", "falcon-h1"])
 def test_hybrids_are_sparse_where_they_attend(name):
     """Their full-attention layers follow the rules of sparse attention."""
     model, truth = models.build(name), models.build(name, oracle.NAME)
@@ -280,3 +280,37 @@ def test_hybrids_are_sparse_where_they_attend(name):
             expected = models.forward(truth, ids, complete)
         assert_close(models.forward(model, ids, cache), expected, 2e-5)
     assert cache.stats().sparse_steps == 3 and cache.stats().fallback_steps == 0
+
+
+@case(79, 82)
+@pytest.mark.parametrize("config", [SPARSE, SIMULATED], ids=["sparse", "simulated"])
+def test_attention_and_state_in_one_layer(config):
+    """Falcon-H1: every operation reaches keys, values and states; what cannot go back says so."""
+    model = models.build("falcon-h1")
+    ids = models.prompt(62, 2)
+    cache = OasisCache(config, model_config=model.config)
+    assert cache.stats().oasis_layers == 2
+    models.forward(model, ids[:, :60], cache)
+    models.forward(model, ids[:, 60:61], cache)
+    assert cache.stats().sparse_steps == 1 and cache.stats().other_device_bytes > 0
+    alone = OasisCache(config, model_config=model.config)
+    models.forward(model, ids[1:, :60], alone)
+    models.forward(model, ids[1:, 60:61], alone)
+    expected = models.forward(model, ids[1:, 61:], alone)
+    for operations in (
+        [("reorder_cache", torch.tensor([1, 0]))],
+        [("batch_select_indices", torch.tensor([1]))],
+        [("batch_select_indices", torch.tensor([False, True])), ("batch_repeat_interleave", 3)],
+    ):
+        twin = copy.deepcopy(cache)
+        for name, argument in operations:
+            getattr(twin, name)(argument)
+        rows = twin.layers[0].shape.batch
+        assert_close(models.forward(model, ids[1:, 61:].repeat(rows, 1), twin)[:1], expected, 2e-5)
+    with pytest.raises(RuntimeError, match=r"cannot go back"):
+        cache.crop(-1)
+    cache.crop(0)
+    assert_close(models.forward(model, ids[:, 61:], cache)[1:], expected, 2e-5)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.stats().other_device_bytes == 0
+    assert torch.equal(greedy(model, ids, cache, 5), greedy(model, ids, OasisCache(config), 5))
