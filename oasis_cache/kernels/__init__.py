@@ -260,16 +260,20 @@ def exchange_blocks(
     buffer: torch.Tensor,
     target: torch.Tensor,
 ) -> torch.Tensor:
-    """`reference.plan_exchange` and `swap_blocks`; returns what is left of the plan's mask, [batch, kv_heads, entries] bool."""
+    """`reference.plan_exchange`, then `swap_blocks`; returns what is left of the plan's mask: [batch, kv_heads, entries] bool."""
     compiled = numba_for(target.device)
     if compiled is not None:
         left: torch.Tensor = compiled.exchange_blocks(
             blocks, slots, mask, evicted, held, last_held, clock, buffer, target
         )
         return left
+    most = max(blocks.shape[2], held.shape[2])
+    ops = _serving("exchange_blocks", target, most <= MAX_SLOTS, f"{most} blocks")
+    if ops is not None:
+        rest: torch.Tensor = ops.exchange_blocks(blocks, slots, mask, evicted, held, last_held, clock, buffer, target)
+        return rest
     taken, put = reference.plan_exchange(blocks, mask, evicted, held, last_held, clock)
-    ops = _serving("swap_blocks", target, True, "")
-    (reference if ops is None else ops).swap_blocks(slots, taken, put, buffer, target)
+    reference.swap_blocks(slots, taken, put, buffer, target)
     return mask & (taken < 0)
 
 

@@ -67,7 +67,7 @@ def test_kernels_give_the_tokens_of_the_reference_path(served, settings, batch, 
     index = settings.get("index", "int2")
     expected = {f"score_{index}", "delta_select", "gather_blocks", "sparse_attention", "seal_blocks"}
     assert served >= (expected - {"seal_blocks"} if index == "int1" else expected)
-    assert ("swap_blocks" in served) == ("lookahead" in settings)
+    assert ("exchange_blocks" in served) == ("lookahead" in settings)
     assert not kernels.fallbacks
     assert torch.equal(got_tokens, tokens)
     assert models.relative_error(got_logits, logits) < TOLERANCE

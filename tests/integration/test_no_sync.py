@@ -68,7 +68,7 @@ def test_no_step_waits_and_all_give_what_the_cpu_gives(options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "limit"), [({"lookahead": "off"}, 20), ({}, 84), ({"on_miss": "skip"}, 42)], ids=str
+    ("options", "limit"), [({"lookahead": "off"}, 20), ({}, 48), ({"on_miss": "skip"}, 42)], ids=str
 )
 def test_a_step_launches_few_kernels(options, limit):
     """What one layer gives the device in a step that seals nothing: many small launches would cost more than their work."""

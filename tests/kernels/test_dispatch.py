@@ -75,7 +75,7 @@ def test_every_operation_takes_its_kernel_inside_the_switch(served):
         kernels.seal_blocks(target[:, :, :0], 64, addresses[:, :0], {}, 0)
     assert served == [
         "sparse_attention", "sparse_attention", "score_int2", "score_int1", "score_minmax", "delta_select", "gather_blocks",
-        "swap_blocks", "seal_blocks",
+        "exchange_blocks", "seal_blocks",
     ]  # fmt: skip
     assert torch.equal(out, out_too)
     want = reference.sparse_attention(*inputs, mass_block=4)
