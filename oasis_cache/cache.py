@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from oasis_cache.attention import install
 from oasis_cache.blocks import LayerShape
@@ -318,23 +324,21 @@ class OasisCache(DynamicCache):
             )
             count = min(0, count - self.get_seq_length())
         if count < 0:
-            self._check_others_can_go_back()
+            self._check_others_can_go_back(-count)
         for layer in self.layers:
             if count < 0 or getattr(
                 layer, "record_past", True
             ):  # else there is nothing to take back, and it would raise
                 layer.crop(count)
 
-    def _check_others_can_go_back(self) -> None:
-        """Raise before any layer is cropped if one of transformers' own layers would."""
+    def _check_others_can_go_back(self, count: int) -> None:
+        """Raise before any layer is cropped by `count` tokens if one of transformers' own layers would, or would keep too few."""
         for number, layer in enumerate(self.layers):
-            if getattr(layer, "record_past", True):
-                continue
-            window = getattr(layer, "sliding_window", None)
-            if window is None or int(layer.get_seq_length()) >= int(window):
+            recorded = _tokens_to_go_back(layer)
+            if recorded is not None and count > recorded:
                 raise RuntimeError(
-                    f"layer {number}, a {type(layer).__name__}, cannot go back: call activate_past_recording() before the tokens "
-                    "come that may have to be removed, or reset() the cache"
+                    f"layer {number}, a {type(layer).__name__}, cannot go back {count} tokens but {recorded}: call "
+                    "activate_past_recording() before the tokens come that may have to be removed, or reset() the cache"
                 )
 
     def reset(self) -> None:
@@ -525,6 +529,29 @@ def _positive_crop_is_a_length() -> bool:
     except ValueError:
         return False
     return layer.get_seq_length() == 1
+
+
+def _tokens_to_go_back(layer: Any) -> int | None:
+    """How many tokens a layer of transformers' own can be cropped by and still hold what the next forward reads; None: any number.
+
+    A window that was exceeded and convolution states hold no more than they need, unless they record their past.
+    """
+    recording = getattr(layer, "record_past", None)
+    if recording is None:
+        return None
+    kernels = [size for size in getattr(layer, "conv_kernel_size", {}).values() if size is not None]
+    spare: list[int] = []
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if not recording:
+            return 0
+        held = [state.shape[-1] for state in layer.conv_states.values() if state is not None]
+        spare += [have - need for have, need in zip(held, kernels, strict=False)]
+    window = getattr(layer, "sliding_window", None)
+    if window is not None and int(layer.get_seq_length()) >= int(window):
+        if not recording:
+            return 0
+        spare.append(layer.keys.shape[-2] - (int(window) - 1))
+    return max(0, min(spare)) if spare else None
 
 
 def _other_bytes(layer: Any) -> int:

@@ -219,7 +219,17 @@ class Conversation:
         if count and self.both_refuse(lambda cache: cache.crop(-count)):
             event("a crop was refused")
             return
-        self.cache.crop(-count)
+        try:
+            self.cache.crop(-count)
+        except RuntimeError as error:  # DynamicCache would crop, and fail or answer wrongly at the next forward
+            refused = str(error)
+        else:
+            refused = ""
+        if refused:
+            assert "cannot go back" in refused and not self.croppable
+            self.check()
+            self.reset()
+            return
         if count:
             self.complete.crop(-count)
         self.held -= count

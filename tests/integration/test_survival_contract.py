@@ -124,7 +124,9 @@ def test_a_crop_reaches_all_layers_or_none(config, full_first):
     cache, twin = OasisCache(config, model_config=model.config), OasisCache(config, model_config=model.config)
     for each in (cache, twin):
         models.forward(model, ids, each)
-    with pytest.raises(RuntimeError, match=r"DynamicSlidingWindowLayer, cannot go back: call activate_past_recording"):
+    with pytest.raises(
+        RuntimeError, match=r"DynamicSlidingWindowLayer, cannot go back 5 tokens but 0: call activate_past_recording"
+    ):
         cache.crop(-5)
     cache.crop(0)
     assert {layer.get_seq_length() for layer in cache.layers} == {60}

@@ -121,6 +121,27 @@ def test_drafts_in_float32_are_exact_and_in_bfloat16_near(model):
 
 
 @case(28)
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "lfm2"])
+@pytest.mark.parametrize("config", [EXACT, SPARSE], ids=["exact", "sparse"])
+def test_back_to_an_earlier_turn_after_drafts(name, config):
+    """Windows and convolutions hold what the next forward reads, and no more: a crop behind that is refused, not done by half."""
+    model = models.build(name, "eager" if models.eager_only(name) else None)
+    cache, twin = OasisCache(config, model_config=model.config), OasisCache(config, model_config=model.config)
+    out = greedy(model, repeating(), cache, 10, prompt_lookup_num_tokens=3)
+    held = cache.get_seq_length()
+    with pytest.raises(RuntimeError, match=r"cannot go back 20 tokens but 0: call activate_past_recording"):
+        cache.crop(-20)
+    assert {int(layer.get_seq_length()) for layer in cache.layers if hasattr(layer, "get_seq_length")} == {held}
+    models.forward(model, out[:, :held], twin)
+    step = out[:, held : held + 1]
+    logits = [models.forward(model, step, each) for each in (cache, twin)]
+    if config is EXACT:
+        assert_close(*logits)
+    cache.crop(-1)  # what came since is recorded
+    assert cache.get_seq_length() == held
+
+
+@case(28)
 @CONFIGS
 def test_assisted_decoding_edits_the_cache_in_place(model, config):
     cache = reference = OasisCache(config)
