@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 from oasis_cache import OasisCache, OasisConfig, OasisWarning
 from tests import models, oracle
@@ -322,3 +326,53 @@ def test_an_interrupted_answer_can_be_gone_on_from(model, config):
     held = cache.get_seq_length()
     assert 60 < held < 71
     assert torch.equal(greedy(model, expected[:, : held + 1], cache, 71 - held), expected)
+
+
+@pytest.fixture(scope="module")
+def words():
+    """A tokenizer with a word per token."""
+    vocabulary = {"<pad>": 0, "<unk>": 1} | {f"w{number}": number for number in range(2, models.VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", padding_side="left"
+    )
+
+
+@case(56)
+@CONFIGS
+def test_pipelines_and_streamers(model, words, config):
+    """`pipeline("text-generation")` with a cache among its arguments, one request or several; and a streamer to iterate."""
+    text = " ".join(f"w{number}" for number in models.prompt(60)[0].tolist())
+    generator = pipeline("text-generation", model=model, tokenizer=words)
+
+    def ask(cache: Any, prompts: Any, **arguments: Any) -> Any:
+        return generator(
+            prompts,
+            **{models.CACHE_ARGUMENT: cache},
+            max_new_tokens=8,
+            do_sample=False,
+            return_full_text=False,
+            pad_token_id=models.PADDING,
+            **arguments,
+        )
+
+    expected = greedy(model, words(text, return_tensors="pt").input_ids, OasisCache(config), 8)
+    cache = OasisCache(config)
+    answer = ask(cache, text)[0]["generated_text"]
+    assert words(answer).input_ids == expected[0, 60:].tolist()
+    assert cache.get_seq_length() == 67
+    short = " ".join(text.split()[-20:])
+    batched = ask(OasisCache(config), [text, short], batch_size=2)
+    assert batched[0][0]["generated_text"] == answer
+    alone = ask(OasisCache(config), short)[0]["generated_text"]
+    assert config is not EXACT or batched[1][0]["generated_text"] == alone
+    with pytest.raises(ValueError, match=r"no new tokens are left"):
+        ask(cache, text)  # the cache holds the prompt already
+    streamer = TextIteratorStreamer(words, skip_prompt=True)
+    ids = words(text, return_tensors="pt").input_ids
+    arguments = (model, ids, OasisCache(config), 8)
+    thread = threading.Thread(target=greedy, args=arguments, kwargs={"streamer": streamer})
+    thread.start()
+    assert "".join(streamer).split() == answer.split()
+    thread.join()
