@@ -46,10 +46,14 @@ def attend_sparse(
     if visible is not None:
         visible = visible.unflatten(1, (num_blocks, config.block_size))
     scores = score_blocks(index, queries, group, num_blocks, scaling, visible, layer.runtime.roles_of(batch, rows))
+
+    def choose(ranking: torch.Tensor) -> torch.Tensor:
+        return choose_blocks(ranking, config.num_slots, config.sink_blocks, scores.first_block)
+
     residency.land()
     demanded = config.on_miss == "fetch" or working_set.has_empty_slots
     if demanded:
-        residency.demand(choose_blocks(scores.best, config.num_slots, config.sink_blocks), num_blocks)
+        residency.demand(choose(scores.best), num_blocks)
     _count(layer)
     if config.trace and config.on_miss == "fetch":
         _record(layer, rows)
@@ -65,10 +69,10 @@ def attend_sparse(
         mass = mass[..., : working_set.slot_tokens].unflatten(-1, (config.num_slots, config.block_size)).sum(-1)
         prediction = refine_by_attention(scores, lse, mass, working_set.block_of_slot, group, config.lookahead)
         if not demanded:
-            residency.count_resident(choose_blocks(scores.best, config.num_slots, config.sink_blocks), num_blocks)
+            residency.count_resident(choose(scores.best), num_blocks)
         if config.trace:
             _record(layer, rows)
-        residency.replace(choose_blocks(prediction, config.num_slots, config.sink_blocks), num_blocks)
+        residency.replace(choose(prediction), num_blocks)
     return out.to(query.dtype).view(batch, query_heads, rows, shape.value_dim)
 
 

@@ -32,6 +32,7 @@ from oasis_cache.selector import RowRoles
 from oasis_cache.stats import PHASES, OasisStats, StepTrace
 
 _MAX_FRAMES = 24
+_TOKEN_LAYERS = (OasisLayer, DynamicLayer)  # hold all tokens, or (sliding ones) count them
 _MAX_MASK_FRAMES = 3  # the function that makes masks, with an EncoderDecoderCache in between
 
 
@@ -121,7 +122,9 @@ class OasisCache(DynamicCache):
         return twin
 
     def __reduce__(self) -> Any:
-        raise TypeError("an OasisCache cannot be pickled: it owns host memory and transfers in flight")
+        raise TypeError(
+            "an OasisCache cannot be pickled or copied shallowly: it owns host memory and transfers in flight. Use copy.deepcopy"
+        )
 
     def __getitem__(self, layer_idx: int) -> Any:
         raise TypeError("an OasisCache has no tuples of tensors to index: use cache.layers[i].dense_keys_and_values()")
@@ -233,6 +236,7 @@ class OasisCache(DynamicCache):
                 if mask.dim() == 2 and mask.shape[1] < past + rows:
                     raise ValueError(
                         f"the attention mask covers {mask.shape[1]} tokens, but {rows} more come to the {past} in the cache. "
+                        "(With use_cache=False, `generate` feeds the whole sequence at every step: a cache needs use_cache=True.) "
                         f"{_how_to_go_on(past)}"
                     )
                 return
@@ -268,9 +272,9 @@ class OasisCache(DynamicCache):
             RuntimeError: An earlier forward broke off between the first layer and this one, or another thread began one.
         """
         layer = self.layers[layer_idx]
-        if not isinstance(layer, OasisLayer):
+        if not isinstance(layer, _TOKEN_LAYERS) or not self._oasis_layers_exist:
             return
-        first = next(other for other in self.layers if isinstance(other, OasisLayer))
+        first = next(other for other in self.layers if isinstance(other, _TOKEN_LAYERS))
         rows = keys.shape[-2]
         if layer is not first and self._thread != threading.get_ident():
             raise RuntimeError(
@@ -278,21 +282,44 @@ class OasisCache(DynamicCache):
                 "thread a cache of its own; crop(0) or reset() makes this one usable again"
             )
         if layer is first:
-            oasis_layers = self._oasis_layers
+            self._check_complete()
             self._thread = threading.get_ident()
             self.runtime.masks.clear()
-            shape = LayerShape.of(keys, values)
-            needed = sum(each.slab_bytes_for(shape, rows) for each in oasis_layers)
-            if needed:
-                total = layer.get_seq_length() + rows
-                self.runtime.memory.require(needed, f"a context of {total:,} tokens in {len(oasis_layers)} layers")
         elif layer.get_seq_length() + rows != first.get_seq_length():
             hint = " An encoder-decoder model needs EncoderDecoderCache(OasisCache(), DynamicCache())."
             raise RuntimeError(
                 f"layer {layer_idx} holds {layer.get_seq_length()} tokens and gets {rows} more, but the first layer holds "
-                f"{first.get_seq_length()}: an earlier forward was interrupted. Call crop(0) to go back to the last "
-                f"complete forward, or reset().{hint if getattr(self.model_config, 'is_encoder_decoder', False) else ''}"
+                f"{first.get_seq_length()}: an earlier forward was interrupted. {self._way_back()}"
+                f"{hint if getattr(self.model_config, 'is_encoder_decoder', False) else ''}"
             )
+        oasis_layers = self._oasis_layers
+        if (
+            layer is first or layer is oasis_layers[0]
+        ):  # sliding layers may have other sizes, so that only the second look is sure
+            shape = LayerShape.of(keys, values)
+            needed = sum(each.slab_bytes_for(each.shape or shape, rows) for each in oasis_layers)
+            if needed:
+                total = oasis_layers[0].get_seq_length() + rows
+                self.runtime.memory.require(needed, f"a context of {total:,} tokens in {len(oasis_layers)} layers")
+
+    @property
+    def _oasis_layers_exist(self) -> bool:
+        return any(isinstance(layer, OasisLayer) for layer in self.layers)
+
+    def _check_complete(self) -> None:
+        """Raise `RuntimeError` if some layers hold tokens of a forward that did not come to the others."""
+        lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, _TOKEN_LAYERS)]
+        if len(set(lengths)) > 1:
+            raise RuntimeError(
+                f"the layers hold between {min(lengths)} and {max(lengths)} tokens: an earlier forward was interrupted. "
+                f"{self._way_back()}"
+            )
+
+    def _way_back(self) -> str:
+        """What to do after an interrupted forward."""
+        if all(type(layer) is OasisLayer for layer in self.layers):
+            return "Call crop(0) to go back to the last complete forward, or reset()"
+        return "Call reset(): this model has layers that cannot go back"
 
     def _drop_interrupted_forward(self) -> None:
         """Take away what a forward that broke off left in the layers it had reached."""
@@ -383,7 +410,10 @@ class OasisCache(DynamicCache):
             ValueError: A shape or dtype is wrong, or a batch row has no row that decides; later, in attention: a sparse forward of
                 another size.
         """
-        predict = torch.ones_like(decide) if predict is None else predict
+        if predict is None and isinstance(decide, torch.Tensor):
+            predict = torch.ones_like(decide)
+        if not (isinstance(decide, torch.Tensor) and isinstance(predict, torch.Tensor)):
+            raise ValueError(f"row_roles takes tensors, got {type(decide).__name__} and {type(predict).__name__}")
         if decide.dim() != 2 or decide.shape != predict.shape or {decide.dtype, predict.dtype} != {torch.bool}:
             raise ValueError(
                 f"row_roles takes two bool tensors [batch, rows], got {decide.dtype} {tuple(decide.shape)} and {predict.dtype} "

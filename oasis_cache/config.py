@@ -26,14 +26,16 @@ class OasisConfig:
             save); `"recency"`: the newest blocks, no retrieval at all (StreamingLLM: the control in measurements).
         on_miss: `"fetch"`: attention reads exactly the selected blocks, absent ones are fetched and waited for.
             `"skip"`: attention reads the resident blocks and never waits (the paper's behaviour).
-        lookahead: Which query rows predict the next step's blocks: `"draft"` all rows of a forward, `"previous"` the newest
-            row, `"auto"` drafts where there are some, `"off"` none.
-        max_fetch: Most blocks prefetched per KV head and step: an int, a fraction of the budget, or None (no cap). Demand
-            fetches of `on_miss="fetch"` are not capped.
+        lookahead: Which query rows predict the next step's blocks: `"draft"` all rows of a forward, `"previous"` the first one
+            (the newest token of plain decoding and of assisted rounds), `"auto"` as `"draft"`, where copies run beside the
+            computation, `"off"` none (`on_miss="fetch"` only).
+        max_fetch: Most blocks prefetched per KV head and step: an int counts blocks, a float is a fraction of the budget, None
+            is no cap. Demand fetches of `on_miss="fetch"` are not capped.
         spare_blocks: Blocks per KV head kept on the device beside those that attention reads (`on_miss="fetch"`): prefetched ones,
             and those that left the selection last. They are no part of `budget`. Default: as many as there are slots if blocks
             are prefetched, else none.
-        dense_below: Contexts of at most this many tokens stay dense and equal `DynamicCache`. Default: `budget`.
+        dense_below: Contexts of at most this many tokens stay dense and equal `DynamicCache`. Default: `budget`, or a little more
+            where the slots could not be filled otherwise (`dense_tokens`).
         sparse_rows: A forward of at most this many new tokens on a filled cache is a sparse step; a longer one is streamed
             exactly.
         max_host_bytes: Most bytes of host memory for complete KV; None: what the machine (or its cgroup) has available.
@@ -91,6 +93,11 @@ class OasisConfig:
         _check_choice(self, "index", INDEX_NAMES)
         _check_choice(self, "on_miss", MISS_POLICIES)
         _check_choice(self, "lookahead", LOOKAHEAD_MODES)
+        if self.on_miss == "skip" and self.lookahead == "off":
+            raise ValueError(
+                "on_miss='skip' reads what predictions brought to the device, so lookahead='off' would leave it with the first "
+                "blocks for ever: use another lookahead, or on_miss='fetch'"
+            )
         _check_choice(self, "engine", ENGINE_NAMES)
         if not isinstance(self.trace, bool):
             raise ValueError(f"trace={self.trace!r} must be True or False")

@@ -110,8 +110,18 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     console = console or Console()
     transformers_logging.disable_progress_bar()
     device = pick_device(options.device)
+    if options.json_file is not None:  # refused now, not when all is computed
+        try:
+            options.json_file.parent.mkdir(parents=True, exist_ok=True)
+            options.json_file.touch()
+        except OSError as error:
+            raise ValueError(f"json_file={str(options.json_file)!r} cannot be written: {error}") from error
     with console.status(f"Loading {_model_name(options.model)} (the first time it is converted, which takes longer)"):
-        model, tokenizer = load_model(options.model, pick_dtype(options.dtype), device)
+        dtype = pick_dtype(options.dtype)
+        try:
+            model, tokenizer = load_model(options.model, dtype, device)
+        except OSError as error:
+            raise ValueError(f"model={options.model!r} cannot be loaded: {error}") from error
         _check_context(model, options)
         task = hide_number(tokenizer, options.context, options.depth, options.seed)
     environment = describe_environment(model, options.model)
@@ -141,7 +151,6 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
         "oasis": oasis.as_dict(),
     }
     if options.json_file is not None:
-        options.json_file.parent.mkdir(parents=True, exist_ok=True)
         options.json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     console.print(_table(task, dense, oasis, options))
     console.print(_verdict(task, dense, oasis), highlight=False, soft_wrap=True)
@@ -273,6 +282,11 @@ def pick_device(name: str) -> str:
     """`"auto"` resolved to a GPU if there is one, else to the CPU."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"device={name!r} cannot be used here: {first}") from error
     return name
 
 

@@ -117,9 +117,11 @@ class OasisLayer(CacheLayerMixin):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device now: the dense buffer, or slots, window and tables; index apart."""
-        dense = self.dense.numel() * self.dense.element_size() if self.dense is not None else 0
-        return dense + (self.working_set.num_bytes if self.working_set is not None else 0)
+        """Bytes on the device now: the dense buffer, or slots, window and tables, and tokens not stored yet."""
+        waiting = [part for part in (self.dense, *(self.pending or ())) if part is not None]
+        return sum(part.numel() * part.element_size() for part in waiting) + (
+            self.working_set.num_bytes if self.working_set is not None else 0
+        )
 
     @property
     def index_bytes(self) -> int:
@@ -271,6 +273,18 @@ class OasisLayer(CacheLayerMixin):
 
     def _page_in(self, kv: torch.Tensor) -> None:
         """Take many new tokens [batch, kv_heads, rows, kv_dim] into the paged state, sealing all but the newest."""
+        num_blocks = None if self.store is None else self.store.num_blocks
+        try:
+            self._page(kv)
+        except BaseException:  # out of memory, or an interrupt: the layer holds what it held before
+            if num_blocks is None:
+                self.residency = self.index = self.store = None
+            else:
+                self.store.truncate(num_blocks)
+                self.index.truncate(num_blocks)
+            raise
+
+    def _page(self, kv: torch.Tensor) -> None:
         block_size = self.config.block_size
         if self.working_set is None:
             known, start = (self.dense[:, :, : self.length], 0) if self.dense is not None else (kv[:, :, :0], 0)
@@ -311,15 +325,21 @@ class OasisLayer(CacheLayerMixin):
         """Enter the next whole blocks [batch, kv_heads, blocks * block_size, kv_dim] in the store and the index."""
         blocks = as_blocks(kv, self.config.block_size)
         keys = blocks[..., : self.shape.key_dim]
-        if blocks.shape[2] and kernels.uses_triton(kv.device) and self.store.device_readable:
-            addresses, first = self.store.reserve(blocks.shape[2]), self.index.num_blocks
-            summaries = self.index.reserve(keys) if self.index.sealed_by_kernel else {}
-            kernels.seal_blocks(blocks, self.shape.key_dim, addresses, summaries, first)
-            if not summaries:
+        first = self.store.num_blocks
+        try:
+            if blocks.shape[2] and kernels.uses_triton(kv.device) and self.store.device_readable:
+                addresses = self.store.reserve(blocks.shape[2])
+                summaries = self.index.reserve(keys) if self.index.sealed_by_kernel else {}
+                kernels.seal_blocks(blocks, self.shape.key_dim, addresses, summaries, first)
+                if not summaries:
+                    self.index.append(keys)
+            else:
+                self.store.append(blocks)
                 self.index.append(keys)
-        else:
-            self.store.append(blocks)
-            self.index.append(keys)
+        except BaseException:  # out of memory, or an interrupt: store and index stay in step
+            self.store.truncate(first)
+            self.index.truncate(first)
+            raise
         self.counters.bytes_written += blocks.numel() * blocks.element_size()
         if self.runtime.memory.pin_failure is not None:
             self.runtime.warn_once(self.runtime.memory.pin_failure)
@@ -339,8 +359,9 @@ class OasisLayer(CacheLayerMixin):
     def _commit(self) -> None:
         """Store the new tokens of a streamed forward, whose attention is over."""
         if self.pending is not None:
-            (keys, values), self.pending = self.pending, None
+            keys, values = self.pending
             self._page_in(pack_kv(keys.detach(), values.detach()))
+            self.pending = None
 
     # --- Attention ----------------------------------------------------------------------------------------------------
 
@@ -363,6 +384,7 @@ class OasisLayer(CacheLayerMixin):
             self._recount("streamed")
         attend = attend_streamed if self.phase == "streamed" else attend_sparse
         out = attend(self, query, mask, scaling, softcap, sinks)
+        self._commit()
         return out.transpose(1, 2).contiguous()
 
     def pieces(self) -> Iterator[torch.Tensor]:

@@ -31,6 +31,7 @@ class BlockScores:
         best: [batch, kv_heads, blocks]: the maximum over the rows that decide.
         predicted: The maximum over the rows that predict.
         log_mass: [batch, kv_heads, group * rows, blocks] float32, log-sum-exp of the estimated scores.
+        first_block: [batch] int64, the first block with a token that is no padding; None: block 0 everywhere.
         roles: None: all rows decide and predict.
     """
 
@@ -38,6 +39,7 @@ class BlockScores:
     best: torch.Tensor
     predicted: torch.Tensor
     log_mass: torch.Tensor
+    first_block: torch.Tensor | None = None
     roles: RowRoles | None = None
 
 
@@ -59,9 +61,11 @@ def score_blocks(
         visible: [batch, num_blocks, block_size] bool, False for padding; None: all tokens are real.
     """
     rows, best, log_mass = index.score(queries, group, num_blocks, scaling, visible)
+    first_block = None if visible is None else visible.any(-1).to(torch.uint8).argmax(-1)
     if roles is None:
-        return BlockScores(rows, best, best, log_mass)
-    return BlockScores(rows, _best_of(rows, roles.decide), _best_of(rows, roles.predict), log_mass, roles)
+        return BlockScores(rows, best, best, log_mass, first_block)
+    best, predicted = _best_of(rows, roles.decide), _best_of(rows, roles.predict)
+    return BlockScores(rows, best, predicted, log_mass, first_block, roles)
 
 
 def _best_of(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -69,18 +73,26 @@ def _best_of(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return rows.masked_fill(~chosen[:, None, :, None], -1.0).amax(2)
 
 
-def choose_blocks(scores: torch.Tensor, count: int, sink_blocks: int) -> torch.Tensor:
+def choose_blocks(
+    scores: torch.Tensor, count: int, sink_blocks: int, first_block: torch.Tensor | None = None
+) -> torch.Tensor:
     """The best blocks of each KV head, the sinks always among them.
 
     Args:
         scores: [batch, kv_heads, blocks].
         count: Blocks to choose, sinks included; at most the blocks there are.
+        first_block: [batch] int64, where each sequence begins, and its sinks with it; None: block 0.
 
     Returns:
         [batch, kv_heads, count] int64 distinct block numbers, best first. Blocks that no row may see come last.
     """
     scores = scores.clone()
-    scores[..., :sink_blocks] = float("inf")
+    if first_block is None:
+        scores[..., :sink_blocks] = float("inf")
+    elif sink_blocks:
+        sinks = first_block.unsqueeze(-1) + torch.arange(sink_blocks, device=scores.device)
+        sinks = sinks.clamp_max(scores.shape[2] - 1)[:, None].expand(-1, scores.shape[1], -1)
+        scores.scatter_(2, sinks, float("inf"))
     return scores.topk(count, dim=-1).indices
 
 
@@ -88,8 +100,8 @@ def predict_scores(scores: BlockScores, mode: str) -> torch.Tensor:
     """What the next step should want, before residency is looked at: [batch, kv_heads, blocks].
 
     Args:
-        mode: `"draft"`: all rows, the drafts above all (OasisKV, its lookahead row); `"previous"`: the newest token that is
-            certain, row 0; `"auto"`: as `"draft"`.
+        mode: `"draft"`: all rows, the drafts above all (OasisKV, its lookahead row); `"previous"`: row 0, the newest token
+            that is certain; `"auto"`: as `"draft"`.
     """
     return scores.rows[:, :, 0] if mode == "previous" else scores.predicted
 

@@ -17,8 +17,9 @@ class LayerCounters:
     Attributes:
         forwards: Forwards by phase (see `OasisStats`).
         fallbacks: Sparse or streamed forwards that were computed densely because something could not be honoured.
-        blocks_selected: Blocks in slots that attention read, summed over batch rows, KV heads and sparse steps.
-        blocks_read: The same with the recent blocks of the window.
+        selected: Blocks in slots that attention wanted, summed over batch rows, KV heads and sparse steps.
+        absent: The part of them that was in no slot.
+        blocks_read: Blocks that attention read, the recent ones of the window included.
         tokens_read_max: Most tokens, the unsealed tail aside, that one KV head's attention read in one sparse step.
         misses: Selected blocks that were not resident when attention asked.
         bytes_fetched, bytes_written: Bytes moved from and to the host tier.

@@ -72,8 +72,9 @@ def tokens_read(
             scores[block] = float(block)
         if not real[block].any():
             scores[block] = -1.0
-        if block < config.sink_blocks:
-            scores[block] = float("inf")
+    begin = next((block for block in range(candidates) if real[block].any()), 0)  # behind the padding
+    for block in range(begin, min(begin + config.sink_blocks, candidates)):
+        scores[block] = float("inf")
     ranking = sorted(range(candidates), key=lambda block: -scores[block])
     best, margin = ranking[:slots], float("inf")
     if slots < candidates and scores[ranking[slots]] >= 0:

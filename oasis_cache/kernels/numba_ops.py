@@ -209,7 +209,7 @@ def score_int2(
     shares = np.empty((heads, rows, num_blocks), np.float32)
     best = np.empty((heads, num_blocks), np.float32)
     arrays = (
-        torch.nn.functional.pad(queries.float() * scaling, padding).flatten(0, 1).numpy(),
+        torch.nn.functional.pad(queries.float() * scaling, padding).contiguous().flatten(0, 1).numpy(),
         words.flatten(0, 1).numpy().view(np.uint32),
         low.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
         step.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),

@@ -102,6 +102,9 @@ def test_without_retrieval_the_number_is_not_found(tmp_path, capsys):
         (["--depth", "2"], r"depth=2.0 must lie in [0, 1]"),
         (["--new-tokens", "0"], "new_tokens=0 must be at least 1"),
         (["--dtype", "int8"], "dtype='int8' must be a floating point type"),
+        (["--device", "nowhere"], "device='nowhere' cannot be used here"),
+        (["--model", "./no-such-folder"], "model='./no-such-folder' cannot be loaded"),
+        (["--json", "/proc/nowhere/out.json"], "json_file='/proc/nowhere/out.json' cannot be written"),
     ],
 )
 def test_wrong_options_are_named(arguments, message, capsys):

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from oasis_cache import OasisCache
+from oasis_cache.index import BlockIndex
+from oasis_cache.pool import WorkingSet
 from tests import models
 
 pytestmark = pytest.mark.contract
@@ -69,3 +71,82 @@ def test_other_layers_cannot_go_back():
         cache.crop(0)
     cache.reset()
     assert torch.equal(models.forward(model, ids, cache), models.forward(model, ids, OasisCache(**SMALL)))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3-deep", "gpt-oss-deep"])
+@pytest.mark.parametrize("place", ["first", "last but one"])
+def test_interruptions_among_windowed_layers_are_noticed(name, place):
+    """Before the first full-attention layer, and behind the last one."""
+    model, ids = models.build(name), models.prompt(200)
+    cache = OasisCache(**SMALL)
+    models.forward(model, ids, cache)
+    layer = 0 if place == "first" else model.config.get_text_config().num_hidden_layers - 2
+    interrupted(model, ids[:, :1], cache, layer=layer)
+    with pytest.raises(RuntimeError, match=r"interrupted.*[Cc]all reset\(\)"):
+        models.forward(model, ids[:, :1], cache)
+    cache.reset()
+    assert torch.equal(models.forward(model, ids, cache), models.forward(model, ids, OasisCache(**SMALL)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_memory_that_does_not_suffice_is_said_before_any_layer_takes_tokens(name):
+    model, ids = models.build(name), models.prompt(300)
+    cache = OasisCache(**SMALL, max_host_bytes=1000)
+    with pytest.raises(MemoryError, match="max_host_bytes"):
+        models.forward(model, ids, cache)
+    assert {layer.get_seq_length() for layer in cache.layers} == {0}
+    few = ids[:, :40]
+    assert torch.equal(models.forward(model, few, cache), models.forward(model, few, OasisCache(**SMALL)))
+
+
+@pytest.mark.parametrize("part", ["index", "window"])
+@pytest.mark.parametrize("past", [0, 200], ids=["prefill", "decode"])
+def test_a_failure_while_blocks_are_sealed_leaves_store_and_index_in_step(monkeypatch, part, past):
+    """Out of memory where a device allocates: the same forward after crop(0) gives what an undisturbed cache gives."""
+    model, ids = models.build("llama"), models.prompt(330)
+    cache, twin = OasisCache(**SMALL), OasisCache(**SMALL)
+    owner, name = (BlockIndex, "_room") if part == "index" else (WorkingSet, "append")
+    original, failures, armed = getattr(owner, name), [2], [False]
+
+    def fail(self, *args):
+        failures[0] -= armed[0]
+        if armed[0] and failures[0] == 0:
+            raise torch.OutOfMemoryError("no memory is left")
+        return original(self, *args)
+
+    if past:
+        for each in (cache, twin):
+            models.forward(model, ids[:, :past], each)
+    monkeypatch.setattr(owner, name, fail)
+    position, failed = past, 0
+    while position < ids.shape[1]:
+        rows = 1 if past else ids.shape[1]
+        armed[0] = True
+        try:
+            logits = models.forward(model, ids[:, position : position + rows], cache)
+        except torch.OutOfMemoryError:
+            failed += 1
+            cache.crop(0)
+            continue
+        finally:
+            armed[0] = False
+        torch.testing.assert_close(
+            logits, models.forward(model, ids[:, position : position + rows], twin), rtol=1e-5, atol=1e-5
+        )
+        position += rows
+        if past and position == past + 40:
+            break
+    assert failed == 1
+    for layer in cache.layers:
+        layer.check_integrity()
+
+
+def test_a_streamed_forward_keeps_nothing_on_the_device_once_it_was_read():
+    model, ids = models.build("llama"), models.prompt(900)
+    cache = OasisCache(**SMALL)
+    models.forward(model, ids[:, :200], cache)
+    before = cache.stats().device_bytes
+    models.forward(model, ids[:, 200:], cache)
+    assert cache.stats().streamed_steps == 1
+    assert cache.stats().device_bytes == before
+    assert all(layer.pending is None for layer in cache.layers)

@@ -329,3 +329,28 @@ def test_generation(batch, arguments):
     stats = cache.stats()
     assert stats.sparse_steps >= (23 if "prompt_lookup_num_tokens" not in arguments else 5)
     assert stats.dense_steps == stats.fallback_steps == 0
+
+
+def test_padding_takes_no_sink():
+    """Whole blocks of padding in front change nothing: the sink is where the sequence begins."""
+    model, ids = models.build("llama"), models.prompt(230)
+    settings = dict(budget=48, block_size=8, recent_blocks=2, sparse_rows=4, index="exact")
+    logits = []
+    for padding in (0, 32):
+        padded = torch.nn.functional.pad(ids, (padding, 0), value=models.PADDING)
+        mask = (torch.arange(padded.shape[1]) >= padding).long().unsqueeze(0)
+        out = models.generate(model, padded, OasisCache(**settings), 6, attention_mask=mask)
+        logits.append(torch.stack(out.logits))
+    assert models.relative_error(logits[1], logits[0]) < 1e-5
+
+
+def test_a_short_row_of_a_long_batch_reads_everything():
+    """A row whose own tokens fit the budget gets dense logits, whatever its padding."""
+    model = models.build("llama")
+    ids, mask = models.left_padded(300, (0, 250), seed=4)
+    out = models.generate(
+        model, ids, OasisCache(budget=96, block_size=8, recent_blocks=2, sparse_rows=4), 8, attention_mask=mask
+    )
+    dense = models.generate(model, ids, DynamicCache(config=model.config), 8, attention_mask=mask)
+    got, expected = (torch.stack(each.logits)[:, 1] for each in (out, dense))
+    assert models.relative_error(got, expected) < 1e-5

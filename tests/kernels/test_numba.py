@@ -41,6 +41,16 @@ def test_scores_equal_reference(dim, block_size, group, rows, padded):
         torch.testing.assert_close(mine, right, rtol=2e-5, atol=2e-5)
 
 
+def test_queries_of_any_layout():
+    """Attention hands them over transposed; addresses are only right for contiguous ones."""
+    keys, queries = torch.randn(2, 3, 10, 16, 32), torch.randn(2, 4, 3, 32).transpose(1, 2)
+    assert not queries.is_contiguous()
+    reference_arrays, arrays = packed(keys)
+    got = numba_ops.score_int2(queries, *arrays, 10, 16, 1, 0.25)
+    for mine, right in zip(got, reference.score_int2(queries, *reference_arrays, 1, 0.25), strict=True):
+        torch.testing.assert_close(mine, right, rtol=2e-5, atol=2e-5)
+
+
 def test_a_sequence_of_padding_alone_has_no_mass():
     _, arrays = packed(torch.randn(1, 1, 4, 16, 8))
     rows, best, log_mass = numba_ops.score_int2(

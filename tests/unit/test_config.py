@@ -27,6 +27,8 @@ from oasis_cache import OasisCache, OasisConfig
         ({"on_miss": "ignore"}, ["on_miss='ignore'", "'fetch'", "'skip'"]),
         ({"lookahead": True}, ["lookahead=True", "'draft'"]),
         ({"engine": "warp"}, ["engine='warp'"]),
+        ({"on_miss": "skip", "lookahead": "off"}, ["on_miss='skip'", "lookahead='off'"]),
+        ({"spare_blocks": -1}, ["spare_blocks=-1"]),
         ({"max_fetch": 1.5}, ["max_fetch=1.5", "[0.0, 1.0]"]),
         ({"max_fetch": -1}, ["max_fetch=-1"]),
         ({"max_fetch": "all"}, ["max_fetch='all'"]),
