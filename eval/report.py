@@ -1,6 +1,6 @@
-"""README's table of measured results, made from the committed results: `python -m eval.report` rewrites it in place.
+"""The tables of README.md and docs/lookahead.md, made from the committed results: `python -m eval.report` rewrites them in place.
 
-Reads eval/quality/results/needle.json (`python -m eval.quality.needle --out ...`); no number is typed by hand.
+Reads eval/quality/results/ (`python -m eval.quality.needle --out ...`, and so on); no number is typed by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "quality" / "results"
-BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 NAMES = {"dense": "DynamicCache", "recency": "sink + recent tokens only"}
 
 
@@ -60,20 +59,112 @@ def readme_block() -> str:
     )
 
 
+def ranking_table(rows: list[dict[str, Any]]) -> str:
+    """Mass kept and overlap, a line per length and index, by the query that ranks."""
+    counts = sorted({row["chosen_blocks"] for row in rows})
+    lines = [
+        "| tokens | index | " + " | ".join(f"mass, {k} blocks" for k in counts) + f" | overlap, {counts[-1]} blocks | "
+        f"mass with the query before, {counts[-1]} blocks |",
+        "|---|---|" + "---|" * (len(counts) + 2),
+    ]
+    for length in sorted({row["length"] for row in rows}):
+        for index in dict.fromkeys(row["index"] for row in rows):
+            mine = {
+                (row["predictor"], row["chosen_blocks"]): row
+                for row in rows
+                if row["length"] == length and row["index"] == index
+            }
+            own = [mine["own query", count] for count in counts]
+            cells = [f"{row['mass']:.3f} ({row['mass_p5']:.2f})" for row in own]
+            cells += [f"{own[-1]['overlap']:.2f}", f"{mine['previous', counts[-1]]['mass']:.3f}"]
+            lines.append(f"| {length:,} | `{index}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def residency_table(rows: list[dict[str, Any]]) -> str:
+    """Hit rates, a line per budget, length and drafter, by cap; then with fewer spare blocks."""
+    return "\n\n".join(
+        _residency_table([row for row in rows if row["budget"] == budget])
+        for budget in sorted({row["budget"] for row in rows})
+    )
+
+
+def _residency_table(rows: list[dict[str, Any]]) -> str:
+    settings = list(dict.fromkeys((row["max_fetch"], row["spare"]) for row in rows))
+
+    def name(setting: tuple[float | None, int]) -> str:
+        cap, spare = setting
+        return f"cap {'none' if cap is None else f'{cap:.0%}'}, {spare} spare"
+
+    lines = [
+        "| budget | tokens | drafts | right | " + " | ".join(map(name, settings)) + " |",
+        "|---|---|---|---|" + "---|" * len(settings),
+    ]
+    for length in sorted({row["length"] for row in rows}):
+        for drafter in dict.fromkeys(row["drafter"] for row in rows):
+            mine = {
+                (row["max_fetch"], row["spare"]): row
+                for row in rows
+                if row["length"] == length and row["drafter"] == drafter
+            }
+            if not mine:
+                continue
+            right = next(iter(mine.values()))["drafts_right"]
+            cells = [f"{mine[setting]['hit_rate']:.3f}" for setting in settings]
+            lines.append(
+                f"| {rows[0]['budget']:,} | {length:,} | {drafter} | {'' if right is None else f'{right:.0%}'} | "
+                + " | ".join(cells)
+                + " |"
+            )
+    return "\n".join(lines)
+
+
+def prediction_blocks() -> dict[str, str]:
+    """What stands between the markers of docs/lookahead.md, by their names."""
+    prediction = json.loads((RESULTS / "prediction.json").read_text())
+    assisted = json.loads((RESULTS / "assisted.json").read_text())
+    names = list(assisted["summary"][0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(str(line[name]) for name in names) + " |" for line in assisted["summary"]]
+    arguments = assisted["arguments"]
+    return {
+        "ranking": f"{ranking_table(prediction['ranking'])}\n\n{describe(prediction['environment'])}; "
+        f"{prediction['steps']} steps, all layers and KV heads.",
+        "residency": residency_table(prediction["residency"]),
+        "assisted": "\n".join(lines)
+        + f"\n\n{arguments['length']:,} tokens, budget {arguments['budget']}, {arguments['new_tokens']} new tokens, three prompts; "
+        f"{describe(assisted['environment'])}.",
+    }
+
+
+def filled(text: str, name: str, block: str) -> str:
+    """A page with another block between the markers of that name."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{block}\n{end}{after}"
+
+
+def pages() -> dict[Path, str]:
+    """The pages as they should be."""
+    readme, lookahead = ROOT / "README.md", ROOT / "docs" / "lookahead.md"
+    new = {readme: filled(readme.read_text(), "table", readme_block()), lookahead: lookahead.read_text()}
+    for name, block in prediction_blocks().items():
+        new[lookahead] = filled(new[lookahead], name, block)
+    return new
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--check", action="store_true", help="only say whether README.md is up to date (exit code 1 if not)"
+        "--check", action="store_true", help="only say whether the pages are up to date (exit code 1 if not)"
     )
     options = parser.parse_args(arguments)
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    new = f"{before}{BEGIN}\n{readme_block()}\n{END}{after}"
+    outdated = {page: text for page, text in pages().items() if page.read_text() != text}
     if options.check:
-        return int(new != text)
-    readme.write_text(new)
+        return int(bool(outdated))
+    for page, text in outdated.items():
+        page.write_text(text)
     return 0
 
 

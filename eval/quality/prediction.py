@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ from oasis_cache.packaged import PACKAGED, load_model
 BLOCK, RECENT_BLOCKS = 16, 4
 INDEXES = ("exact", "int2", "int1", "minmax")
 CHOSEN = (8, 16, 32)
-CAPS = (0.01, 0.05, 0.1, None)
+# Caps on prefetches, and spare blocks as a share of the slots (at least what a step may prefetch).
+SETTINGS = ((0.05, 1.0), (0.01, 1.0), (0.1, 1.0), (None, 1.0), (0.05, 0.5), (0.05, 0.0))
 WARM_STEPS = 2  # not counted: the first one fills all slots
 
 
@@ -98,6 +100,39 @@ def recorded_queries(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCa
     return {layer: torch.cat(parts, dim=1) for layer, parts in recorder.queries.items()}
 
 
+def log_mass_of(name: str, blocks: torch.Tensor, queries: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Log-mass of blocks [1, kv_heads, blocks, block_size, dim] by an index, or by one that the library has not."""
+    if name in INDEXES:
+        index = make_index(name)
+        index.append(blocks)
+        return index.log_mass(queries, blocks.shape[2], scaling)
+    return reference.log_mass_exact(queries, CANDIDATES[name](blocks), scaling)
+
+
+def shared_ranges(blocks: torch.Tensor, share: int) -> torch.Tensor:
+    """Keys as 2-bit codes restore them whose minimum and step are shared by `share` neighbouring blocks."""
+    grouped = torch.nn.functional.pad(blocks, (0, 0, 0, 0, 0, -blocks.shape[2] % share), mode="replicate")
+    grouped = grouped.unflatten(2, (-1, share)).flatten(3, 4)
+    codes, low, step = reference.quantise_int2(grouped)
+    restored = low.float().unsqueeze(3) + step.float().unsqueeze(3) * reference.unpack_codes(codes, 2, blocks.shape[4])
+    return restored.unflatten(3, (share, -1)).flatten(2, 3)[:, :, : blocks.shape[2]]
+
+
+def small_ranges(blocks: torch.Tensor) -> torch.Tensor:
+    """Keys as 2-bit codes restore them whose minimum, less the channel's mean, and step take a byte each (float8)."""
+    mean = blocks.mean((2, 3), keepdim=True)
+    low = (blocks.amin(3, keepdim=True) - mean).to(torch.float8_e4m3fn).float() + mean
+    step = ((blocks.amax(3, keepdim=True) - low) / 3).clamp_min(2**-9).to(torch.float8_e4m3fn).float()
+    return low + step * ((blocks - low) / step).round().clamp(0, 3)
+
+
+# Smaller indexes that were tried, by the bytes of a block of 16 tokens of D channels (int2: 8 D; a block's KV in bfloat16: 64 D).
+CANDIDATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "int2, 8-bit ranges (6 D)": small_ranges,
+    "int2, ranges of 64 tokens (5 D)": lambda blocks: shared_ranges(blocks, 4),
+}
+
+
 def ranking_table(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> list[Ranking]:
     """Overlap and mass kept by each index, for the step's own query and the one before: ids [1, length + steps + 1]."""
     length = ids.shape[1] - steps - 1
@@ -118,10 +153,8 @@ def ranking_table(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> list
         tokens = (flat @ keys.transpose(-1, -2) * scaling).softmax(-1).unflatten(2, (group, -1)).mean(2)
         always = tokens[..., num_blocks * BLOCK :].sum(-1)[:, :, 1:]  # [1, kv_heads, steps]
         mass = tokens[..., : num_blocks * BLOCK].unflatten(-1, (num_blocks, BLOCK)).sum(-1)[:, :, 1:]
-        for name in INDEXES:
-            index = make_index(name)
-            index.append(blocks)
-            scores = reference.rank_rows(index.log_mass(flat, num_blocks, scaling), group)
+        for name in (*INDEXES, *CANDIDATES):
+            scores = reference.rank_rows(log_mass_of(name, blocks, flat, scaling), group)
             scores[..., 0] = float("inf")
             for predictor, guess in (("own query", scores[:, :, 1:]), ("previous", scores[:, :, :-1])):
                 for count in CHOSEN:
@@ -157,8 +190,14 @@ def drafts_of(model: PreTrainedModel, ids: torch.Tensor, length: int, steps: int
     return drafts
 
 
-def residency_table(model: PreTrainedModel, ids: torch.Tensor, steps: int, budget: int) -> list[Residency]:
-    """Hit rates of real decoding: ids [1, length + steps + 4], whose end is the text to continue."""
+def residency_table(
+    model: PreTrainedModel, ids: torch.Tensor, steps: int, budget: int, settings: Sequence[tuple[float | None, float]]
+) -> list[Residency]:
+    """Hit rates of real decoding: ids [1, length + steps + 4], whose end is the text to continue.
+
+    Args:
+        settings: Caps on prefetches, and spare blocks as a share of the slots.
+    """
     length = ids.shape[1] - steps - 4
     filled = OasisCache(model_config=model.config, budget=budget)
     with torch.inference_mode():
@@ -168,7 +207,7 @@ def residency_table(model: PreTrainedModel, ids: torch.Tensor, steps: int, budge
     key_dim = filled.layers[0].shape.key_dim
     table = []
     for drafter, proposals in drafts.items():
-        for cap, share in [(cap, 1.0) for cap in CAPS] + [(0.05, 0.5), (0.05, 0.0)]:
+        for cap, share in settings:
             lookahead = "previous" if drafter == "none" else "draft"
             config = OasisConfig(budget=budget, lookahead=lookahead, max_fetch=cap, engine="sync")
             config = replace(config, spare_blocks=max(config.max_fetch_blocks, round(share * config.num_slots)))
@@ -244,6 +283,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lengths", default="2048,4096,8000", help="tokens of context, comma-separated")
     parser.add_argument("--steps", type=int, default=32, help="decode steps per length")
     parser.add_argument("--budget", type=int, default=512, help="tokens per KV head in the residency table")
+    parser.add_argument("--settings", type=int, help="try the first so many settings of the residency table only")
+    parser.add_argument("--only", choices=["ranking", "residency"], help="make one of the tables only")
     parser.add_argument("--out", type=Path, help="write both tables as JSON")
     options = parser.parse_args(arguments)
     console = Console()
@@ -256,8 +297,10 @@ def main(arguments: list[str] | None = None) -> int:
             :, :wanted
         ]
         console.print(f"{length} tokens: ranking, then residency at budget {options.budget}")
-        rankings += ranking_table(model, ids[:, : length + options.steps + 1], options.steps)
-        residencies += residency_table(model, ids, options.steps, options.budget)
+        if options.only != "residency":
+            rankings += ranking_table(model, ids[:, : length + options.steps + 1], options.steps)
+        if options.only != "ranking":
+            residencies += residency_table(model, ids, options.steps, options.budget, SETTINGS[: options.settings])
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             result: dict[str, Any] = {
