@@ -310,8 +310,9 @@ class OasisCache(DynamicCache):
         """Raise `RuntimeError` if some layers hold tokens of a forward that did not come to the others."""
         lengths = [layer.get_seq_length() for layer in self.layers if isinstance(layer, _TOKEN_LAYERS)]
         if len(set(lengths)) > 1:
+            thread = "" if self._thread == threading.get_ident() else ", or two threads use this cache at once"
             raise RuntimeError(
-                f"the layers hold between {min(lengths)} and {max(lengths)} tokens: an earlier forward was interrupted. "
+                f"the layers hold between {min(lengths)} and {max(lengths)} tokens: an earlier forward was interrupted{thread}. "
                 f"{self._way_back()}"
             )
 
