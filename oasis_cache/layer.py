@@ -397,7 +397,8 @@ class OasisLayer(CacheLayerMixin):
                 kv = self.store.read_range(block, min(block + blocks_at_a_time, window_block))
                 self.counters.bytes_streamed += kv.numel() * kv.element_size()
                 yield kv
-            yield self.working_set.window
+            if self.working_set.window_length:
+                yield self.working_set.window
         elif self.length:
             yield from self.dense[:, :, : self.length].split(step, dim=2)
         if self.pending is not None:
