@@ -59,7 +59,7 @@ class Case:
 
 
 CASES = [
-    *(Case(context, "float32") for context in (1024, 4096, 8192, 32768, 131072)),
+    *(Case(context, "float32") for context in (1024, 4096, 8192, 32768, 65536, 131072)),
     *(Case(context, "bfloat16") for context in (8192, 32768)),
 ]
 
