@@ -44,8 +44,10 @@ def attend_sparse(
     num_blocks = working_set.window_start // config.block_size
     visible = mask.visible_tokens(working_set.window_start)
     if visible is not None:
-        visible = visible.unflatten(1, (num_blocks, config.block_size))
-    scores = score_blocks(index, queries, group, num_blocks, scaling, visible, layer.runtime.roles_of(batch, rows))
+        visible = visible.expand(batch, -1).unflatten(1, (num_blocks, config.block_size))
+    scores = score_blocks(
+        index, queries, group, num_blocks, scaling, visible, layer.runtime.roles_of(batch, rows, query.device)
+    )
 
     def choose(ranking: torch.Tensor) -> torch.Tensor:
         return choose_blocks(ranking, config.num_slots, config.sink_blocks, scores.first_block)

@@ -420,8 +420,8 @@ class OasisCache(DynamicCache):
                 f"row_roles takes two bool tensors [batch, rows], got {decide.dtype} {tuple(decide.shape)} and {predict.dtype} "
                 f"{tuple(predict.shape)}"
             )
-        if not bool(decide.any(1).all()):
-            raise ValueError("row_roles: every batch row needs a row that decides")
+        if not bool((decide.any(1) & predict.any(1)).all()):
+            raise ValueError("row_roles: every batch row needs a row that decides and one that predicts")
         before, self.runtime.roles = self.runtime.roles, RowRoles(decide, predict)
         try:
             yield

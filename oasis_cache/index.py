@@ -115,9 +115,9 @@ class BlockIndex(ABC):
     def truncate(self, num_blocks: int) -> None:
         self.num_blocks = min(self.num_blocks, num_blocks)
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Batch row i becomes the former row `rows[i]`; rows: int64 [new batch]."""
-        self.arrays = {name: array.index_select(0, rows.to(array.device)) for name, array in self.arrays.items()}
+    def selected_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays whose batch row i is the present row `rows[i]`; rows: int64 [new batch]."""
+        return {name: array.index_select(0, rows.to(array.device)) for name, array in self.arrays.items()}
 
     def held(self, name: str, num_blocks: int) -> torch.Tensor:
         return self.arrays[name][:, :, :num_blocks]

@@ -191,7 +191,7 @@ class OasisLayer(CacheLayerMixin):
         self._commit()
         rows = key_states.shape[2]
         phase = self.phase_of(rows)
-        if not self.is_initialized:
+        if not self.is_initialized or self.get_seq_length() == 0:
             self.lazy_initialization(key_states, value_states)
         self.phase = phase
         self.counters.forwards[phase] += 1
@@ -327,8 +327,13 @@ class OasisLayer(CacheLayerMixin):
         keys = blocks[..., : self.shape.key_dim]
         first = self.store.num_blocks
         try:
-            if blocks.shape[2] and kernels.uses_triton(kv.device) and self.store.device_readable:
+            by_kernel = blocks.shape[2] > 0 and kernels.uses_triton(kv.device) and self.store.device_readable
+            if by_kernel:
                 addresses = self.store.reserve(blocks.shape[2])
+                if not self.store.device_readable:  # the new pages could not be page-locked
+                    self.store.truncate(first)
+                    by_kernel = False
+            if by_kernel:
                 summaries = self.index.reserve(keys) if self.index.sealed_by_kernel else {}
                 kernels.seal_blocks(blocks, self.shape.key_dim, addresses, summaries, first)
                 if not summaries:
@@ -462,10 +467,9 @@ class OasisLayer(CacheLayerMixin):
             self._crop_pages(keep)
 
     def _leave_pages(self, keep: int) -> None:
-        kv = torch.cat(list(self._pieces_until(keep)), dim=2)[:, :, :keep]
+        kv = torch.cat(list(self._pieces_until(keep)), dim=2)[:, :, :keep].contiguous()
         self.residency = self.index = self.store = None
-        self.dense, self.length = None, 0
-        self._append_dense(kv)
+        self.dense, self.length = kv, keep
 
     def _pieces_until(self, keep: int) -> Iterator[torch.Tensor]:
         position = 0
@@ -502,8 +506,12 @@ class OasisLayer(CacheLayerMixin):
         if self.dense is not None:
             self.dense = self.dense.index_select(0, rows.to(self.dense.device))
         if self.residency is not None:
-            self.residency.select_rows(rows)
-            self.index.select_rows(rows)
+            slots, summaries = (
+                self.residency.selected_rows(rows),
+                self.index.selected_rows(rows),
+            )  # may run out of memory
+            self.residency.replace_tensors(slots)
+            self.index.arrays = summaries
             self.store.select_rows(rows.cpu())
         self.shape = LayerShape(
             rows.numel(),

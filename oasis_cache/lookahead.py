@@ -313,9 +313,7 @@ class _Run:
             numbers < torch.tensor(known).unsqueeze(1) if self.decoding.accept else (numbers < 1).expand(len(known), -1)
         )
         real = numbers < (torch.tensor(known) + torch.tensor(drafted)).unsqueeze(1)
-        device = self.sequences.tokens.device
-        decide = real if self.decoding.accept else certain
-        return self.cache.row_roles(decide.to(device), (real | certain).to(device))
+        return self.cache.row_roles(real if self.decoding.accept else certain, real | certain)
 
     def _draft(self) -> list[torch.Tensor]:
         sequences = self.sequences

@@ -169,11 +169,15 @@ class WorkingSet:
         window = torch.arange(self.window_start, self.window_start + self.window_length, device=self.kv.device)
         return torch.cat([slots, window.expand(*slots.shape[:2], -1)], dim=-1)
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Batch row i becomes the former row `rows[i]`; rows: int64 [new batch]."""
+    def selected_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors whose batch row i is the present row `rows[i]`, by name; rows: int64 [new batch]."""
         rows = rows.to(self.kv.device)
-        for name in self._TENSORS:
-            setattr(self, name, getattr(self, name).index_select(0, rows))
+        return {name: getattr(self, name).index_select(0, rows) for name in self._TENSORS}
+
+    def replace_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take what `selected_rows` gave."""
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
 
     def check_integrity(self) -> None:
         """Assert that no block has two slots in one head, and that no slot holds a block of the window."""

@@ -30,6 +30,7 @@ class Residency:
     def __init__(self, runtime: Runtime, shape: LayerShape, store: HostStore, counters: LayerCounters) -> None:
         config = runtime.config
         self.runtime, self.config, self.store, self.counters = runtime, config, store, counters
+        self.device = shape.device
         num_staged = config.num_spare_blocks(self.prefetches) if config.on_miss == "fetch" else 0
         self.working_set = WorkingSet(shape, config.block_size, config.num_slots, config.window_tokens, num_staged)
         self.flying: Transfer | None = None
@@ -47,10 +48,10 @@ class Residency:
     @property
     def prefetches(self) -> bool:
         """Whether `on_miss="fetch"` prefetches: by default only if copies really run beside the computation."""
-        mode = self.config.lookahead
-        return (
-            mode != "off" and self.config.max_fetch_blocks > 0 and (mode != "auto" or self.runtime.engine.asynchronous)
-        )
+        mode, config = self.config.lookahead, self.config
+        if mode == "off" or config.max_fetch_blocks == 0 or (config.on_miss == "fetch" and config.spare_blocks == 0):
+            return False
+        return mode != "auto" or self.runtime.engine.runs_beside(self.device)
 
     def land(self) -> None:
         """Wait for what the last step sent for."""
@@ -132,8 +133,12 @@ class Residency:
         if self.config.on_miss == "skip":
             self.working_set.forget_from(0)
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Batch row i becomes the former row `rows[i]` (int64 [new batch]); what is on its way moves along."""
-        self.land()
+    def selected_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The working set's tensors whose batch row i is the present row `rows[i]` (int64 [new batch]), for `replace_tensors`."""
+        self.land()  # what is on its way moves along
+        return self.working_set.selected_rows(rows)
+
+    def replace_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take what `selected_rows` gave."""
         self.generation += 1
-        self.working_set.select_rows(rows)
+        self.working_set.replace_tensors(tensors)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
+import torch
+
 from oasis_cache.config import OasisConfig
 from oasis_cache.masks import MaskMemo
 from oasis_cache.selector import RowRoles
@@ -35,7 +37,7 @@ class Runtime:
     def __deepcopy__(self, memo: dict) -> Runtime:
         return Runtime(self.config, self.engine, self.memory, dict(self.messages), closed=self.closed)
 
-    def roles_of(self, batch: int, rows: int) -> RowRoles | None:
+    def roles_of(self, batch: int, rows: int, device: torch.device) -> RowRoles | None:
         """What `OasisCache.row_roles` said of the current forward's rows.
 
         Raises:
@@ -46,6 +48,8 @@ class Runtime:
                 f"row_roles were given for {tuple(self.roles.decide.shape)} batch rows and new tokens, but the forward has "
                 f"{(batch, rows)}"
             )
+        if self.roles is not None and self.roles.decide.device != device:
+            self.roles = RowRoles(self.roles.decide.to(device), self.roles.predict.to(device))
         return self.roles
 
     def warn_once(self, message: str) -> None:

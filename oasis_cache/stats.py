@@ -104,7 +104,7 @@ class OasisStats:
         prefetched: Blocks sent for by prediction.
         spare_hits: Wanted blocks that were on the device beside the slots: prefetched, or out of the selection only lately.
         late: The part of those that had not arrived when attention asked, so that it waited; they count as misses.
-        dropped: Prefetches called off by a crop, reorder or reset.
+        dropped: Prefetches called off by a crop or a reset.
         hit_rate: hits / (hits + misses), 0.0 before the first sparse step.
         bytes_fetched, bytes_written: Bytes moved from, to the host tier.
         device_bytes: Bytes of slots, window and tail on the device, index aside, over all OasisLayers.
@@ -113,7 +113,7 @@ class OasisStats:
         host_bytes_reserved: Bytes of the slabs that hold them.
         pinned: Whether the host tier's memory is page-locked (None: nothing is stored yet).
         index_bytes: Bytes of the block index on the device.
-        stall_seconds: Time spent waiting for blocks.
+        stall_seconds: Time that the host spent waiting for blocks; next to 0 on CUDA devices, where the device waits.
         context_tokens: Tokens the cache holds now.
         oasis_layers, other_layers: How many layers of the cache can be sparse, and how many are transformers' own.
         warnings: Messages that this cache gave, each once.

@@ -47,7 +47,9 @@ class HostMemory:
     reserved_bytes: int = 0
     pinned_bytes: int = 0
     pin_failure: str | None = None  # what to tell the user when page-locked memory could not be had
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: threading.RLock = field(
+        default_factory=threading.RLock, repr=False
+    )  # a collection may release in the middle
 
     def __deepcopy__(self, memo: dict) -> HostMemory:
         return self  # copies share pages, so they share the account
@@ -92,13 +94,13 @@ class HostMemory:
             )
             return None
 
-    def release(self, slab: torch.Tensor) -> None:
-        """Take a slab off the account. A device may still be reading or writing it: that is waited for."""
+    def release(self, slab: torch.Tensor, device: torch.device | None = None) -> None:
+        """Take a slab off the account. `device` may still be reading or writing it: that is waited for."""
         with self._lock:
             self.reserved_bytes -= slab.numel()
             if slab.is_pinned():
                 self.pinned_bytes -= slab.numel()
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
 
 
 def slab_sizes(page_bytes: int, num_missing: int, num_used: int) -> list[int]:
@@ -121,8 +123,16 @@ class PageAllocator:
 
     MIN_SLAB_PAGES = 4
 
-    def __init__(self, memory: HostMemory, page_shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> None:
+    def __init__(
+        self,
+        memory: HostMemory,
+        page_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        pin: bool,
+        device: torch.device | None = None,
+    ) -> None:
         self.memory = memory
+        self.device = device  # that reads and writes page-locked pages
         self.page_shape = page_shape
         self.dtype = dtype
         self.pin = pin
@@ -142,11 +152,12 @@ class PageAllocator:
     def __del__(self) -> None:
         if not sys.is_finalizing():  # tensors must not be used while the interpreter takes them apart
             for raw in getattr(self, "_raw", {}).values():
-                self.memory.release(raw)
+                self.memory.release(raw, self.device)
 
     @property
     def num_pages_used(self) -> int:
-        return sum(slab.shape[0] - len(self._free[number]) for number, slab in self.slabs.items())
+        with self._lock:
+            return sum(slab.shape[0] - len(self._free[number]) for number, slab in self.slabs.items())
 
     @property
     def reserved_bytes(self) -> int:
@@ -154,7 +165,8 @@ class PageAllocator:
 
     def slab_sizes(self, num_pages: int) -> list[int]:
         """Bytes of the slabs that `num_pages` more pages would add."""
-        return slab_sizes(self.page_bytes, num_pages - sum(map(len, self._free.values())), self.num_pages_used)
+        with self._lock:
+            return slab_sizes(self.page_bytes, num_pages - sum(map(len, self._free.values())), self.num_pages_used)
 
     def allocate(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """New pages with one reference each: slab numbers [num_pages] and offsets [num_pages], int64."""
@@ -168,7 +180,7 @@ class PageAllocator:
                 self._free[number] = list(range(pages - 1, -1, -1))
                 self._references[number] = [0] * pages
             taken: list[tuple[int, int]] = []
-            for number, free in self._free.items():
+            for number, free in list(self._free.items()):
                 count = min(len(free), num_pages - len(taken))
                 if count:
                     taken += [(number, offset) for offset in reversed(free[-count:])]
@@ -205,7 +217,7 @@ class PageAllocator:
             for number in touched:
                 if len(self._free[number]) == self.slabs[number].shape[0]:
                     del self.slabs[number], self._free[number], self._references[number]
-                    self.memory.release(self._raw.pop(number))
+                    self.memory.release(self._raw.pop(number), self.device)
 
     def check_integrity(self) -> None:
         """Assert that free lists and reference counts agree."""
@@ -222,7 +234,7 @@ class HostStore:
         self.shape = shape
         self.block_size = block_size
         self.pages = PageAllocator(
-            memory, (shape.kv_heads, block_size, shape.kv_dim), shape.dtype, pin=shape.device.type == "cuda"
+            memory, (shape.kv_heads, block_size, shape.kv_dim), shape.dtype, shape.device.type == "cuda", shape.device
         )
         self._slab_ids = torch.empty(shape.batch, 0, dtype=torch.int64)  # [batch, capacity]
         self._offsets = torch.empty(shape.batch, 0, dtype=torch.int64)

@@ -8,8 +8,9 @@ Rules of the buffers. `TransferEngine` obeys them for every kind of stream; the 
 2. Reading. An entry may be read only after `wait` returned for the transfer that fills it.
 3. Reuse. An entry may be named by a new plan only after `wait` or `cancel` returned for the transfer that names it now.
 4. Sources. A host page is immutable from `HostStore.append` until its last reference is gone. Freeing or replacing pages or
-   buffers (crop, reset, close) begins with `cancel` of the layer's transfer, moving them (reorder, copy) with its `wait`; both
-   raise the layer's generation. A transfer that was cancelled never lands, or lands before anything that follows `cancel`.
+   buffers (crop, reset, close) begins with `cancel` of the layer's transfer, moving them (reorder, copy) with its `wait`; what
+   changes their meaning raises the layer's generation. A transfer that was cancelled never lands, or lands before anything that
+   follows `cancel`. A transfer holds its store, so that dropping a cache frees nothing under it.
 
 "Returned" means for a device: what the compute stream is given from then on is ordered behind it. Nobody's host waits.
 """
@@ -38,6 +39,7 @@ class Transfer:
     Attributes:
         plan: What was asked for.
         target: [batch, kv_heads, entries, block_size, kv_dim], the buffer that plan.slots number.
+        store: Whose pages are read; they live as long as the transfer does.
         addresses: [batch, num_blocks] int64, the host pages at the time of `submit`.
         on_device: Whether the target's device can read the host pages itself.
         event: What `Streams.issue` returned.
@@ -45,6 +47,7 @@ class Transfer:
 
     plan: FetchPlan
     target: torch.Tensor
+    store: HostStore
     addresses: torch.Tensor
     on_device: bool
     event: Any = None
@@ -69,6 +72,10 @@ class Streams(ABC):
     """A place beside the computation where copies run in the order of their issue, and the computation's way to wait for them."""
 
     asynchronous: bool
+
+    def runs_beside(self, device: torch.device) -> bool:
+        """Whether copies into a device's tensors run beside its computation."""
+        return self.asynchronous
 
     @abstractmethod
     def issue(self, transfer: Transfer) -> Any:
@@ -100,20 +107,19 @@ class TransferEngine:
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether copies run beside the computation, so that prefetching can pay."""
-        return self.streams.asynchronous
+    def runs_beside(self, device: torch.device) -> bool:
+        """Whether copies into a device's tensors run beside its computation, so that prefetching can pay."""
+        return self.streams.runs_beside(device)
 
     def submit(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
         """Begin a transfer into `target`; its entries must not be read before `wait`."""
-        transfer = Transfer(plan, target, store.addresses, store.device_readable)
+        transfer = Transfer(plan, target, store, store.addresses, store.device_readable)
         transfer.event = self.streams.issue(transfer)
         return transfer
 
     def fetch(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> None:
         """Transfer what the computation needs next: the entries may be read on return."""
-        self.streams.now(Transfer(plan, target, store.addresses, store.device_readable))
+        self.streams.now(Transfer(plan, target, store, store.addresses, store.device_readable))
 
     def wait(self, transfer: Transfer) -> None:
         """The entries of the transfer may be read by what the computation is given from now on."""
@@ -214,15 +220,18 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DeviceStreams(Streams):
-    """CUDA streams for what lies on a CUDA device, and copies at once for everything else: layers follow their tensors."""
+    """CUDA streams for what lies on a CUDA device, and others for everything else: layers follow their tensors."""
 
     asynchronous = True
 
-    def __init__(self) -> None:
-        self._cuda, self._none = CudaStreams(), NoStreams()
+    def __init__(self, elsewhere: Streams) -> None:
+        self._cuda, self._elsewhere = CudaStreams(), elsewhere
 
     def _of(self, transfer: Transfer) -> Streams:
-        return self._cuda if transfer.target.device.type == "cuda" else self._none
+        return self._cuda if transfer.target.device.type == "cuda" else self._elsewhere
+
+    def runs_beside(self, device: torch.device) -> bool:
+        return device.type == "cuda" or self._elsewhere.asynchronous
 
     def issue(self, transfer: Transfer) -> Any:
         return self._of(transfer).issue(transfer)
@@ -289,11 +298,12 @@ class SimulatedStreams(Streams):
 
 def make_engine(name: str, seed: int = 0) -> TransferEngine:
     """The engine of that name (see `OasisConfig.engine`)."""
+    on_device = torch.cuda.is_available()
     kinds: dict[str, Callable[[], Streams]] = {
-        "auto": DeviceStreams if torch.cuda.is_available() else NoStreams,
+        "auto": (lambda: DeviceStreams(NoStreams())) if on_device else NoStreams,
         "sync": NoStreams,
-        "threads": ThreadStreams,
-        "cuda": DeviceStreams,
+        "threads": (lambda: DeviceStreams(ThreadStreams())) if on_device else ThreadStreams,
+        "cuda": lambda: DeviceStreams(NoStreams()),
         "simulated": functools.partial(SimulatedStreams, seed),
     }
     if name not in kinds:

@@ -115,6 +115,11 @@ def _score_range(queries, words, low, step, visible, block_size, start, stop, ou
             else:
                 total = exp_in_place(p_tokens, np.uintp(padded), p_highest)
                 out[row, block] = highest[0] + np.log(total)
+    # numba frees an array after its last use by name: what only its address was used of must be named once more.
+    scaled[0, 0] = np.float32(0.0)
+    scores[0, 0, 0] = np.float32(0.0)
+    tokens[0] = np.float32(0.0)
+    highest[0] = np.float32(0.0)
 
 
 @numba.njit(inline="always")

@@ -150,3 +150,43 @@ def test_a_streamed_forward_keeps_nothing_on_the_device_once_it_was_read():
     assert cache.stats().streamed_steps == 1
     assert cache.stats().device_bytes == before
     assert all(layer.pending is None for layer in cache.layers)
+
+
+def test_another_batch_may_follow_a_first_forward_that_failed(monkeypatch):
+    model, ids = models.build("llama"), models.left_padded(200, (0, 0, 0), seed=1)[0]
+    cache, original, armed = OasisCache(**SMALL), BlockIndex.append, [True]
+
+    def fail(self, keys):
+        if armed[0]:
+            raise torch.OutOfMemoryError("no memory is left")
+        return original(self, keys)
+
+    monkeypatch.setattr(BlockIndex, "append", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        models.forward(model, ids, cache)
+    armed[0] = False
+    cache.crop(0)
+    expected = models.forward(model, ids[:2], OasisCache(**SMALL))
+    assert torch.equal(models.forward(model, ids[:2], cache), expected)
+    assert cache.layers[0].store.batch == 2
+
+
+@pytest.mark.parametrize("part", ["index", "slots"])
+def test_a_reorder_that_fails_changes_nothing_in_its_layer(monkeypatch, part):
+    model, ids = models.build("llama", num_hidden_layers=1), models.left_padded(200, (0, 0), seed=1)[0]
+    cache, twin = OasisCache(**SMALL), OasisCache(**SMALL)
+    for each in (cache, twin):
+        models.forward(model, ids, each)
+        models.forward(model, ids[:, :1], each)
+    owner = BlockIndex if part == "index" else WorkingSet
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "selected_rows", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reorder_cache(torch.tensor([1, 0]))
+    for layer in cache.layers:
+        layer.check_integrity()
+    assert torch.equal(models.forward(model, ids[:, :1], cache), models.forward(model, ids[:, :1], twin))

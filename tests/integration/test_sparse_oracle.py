@@ -354,3 +354,21 @@ def test_a_short_row_of_a_long_batch_reads_everything():
     dense = models.generate(model, ids, DynamicCache(config=model.config), 8, attention_mask=mask)
     got, expected = (torch.stack(each.logits)[:, 1] for each in (out, dense))
     assert models.relative_error(got, expected) < 1e-5
+
+
+def test_one_mask_for_all_rows_serves_each():
+    """A 4D mask of batch 1 over a batch of 2: what the same mask gives, expanded."""
+    model, ids = models.build("llama"), models.left_padded(230, (0, 0), seed=2)[0]
+    outputs = []
+    for batch in (1, 2):
+        cache = OasisCache(budget=48, block_size=8, recent_blocks=2, sparse_rows=4)
+        models.forward(model, ids, cache)
+        mask = torch.ones(batch, 1, 1, 231, dtype=torch.bool)
+        mask[..., :40] = False
+        with torch.no_grad():
+            out = model(
+                ids[:, :1], attention_mask=mask, position_ids=torch.full((2, 1), 230), **{models.CACHE_ARGUMENT: cache}
+            )
+        assert cache.stats().sparse_steps == 1
+        outputs.append(out.logits)
+    assert torch.equal(*outputs)

@@ -21,6 +21,10 @@ CASES = sample(
     asked=[0.6, 1.0, 0.0],
 )
 CASES.append(CASES[0] | {"block_size": 5, "kv_dim": 3, "dtype": torch.float16, "asked": 1.0, "seed": 12})
+# An odd number of narrow tokens behind the slots: heads begin where only a token's size is aligned.
+CASES.append(
+    CASES[0] | {"batch_heads": (2, 2), "block_size": 16, "kv_dim": 12, "dtype": torch.bfloat16, "behind": 7, "seed": 13}
+)
 NUM_BLOCKS, NUM_SLOTS, NUM_HELD = 9, 7, 4
 
 
@@ -51,7 +55,7 @@ def arguments(case, device):
         [torch.randperm(NUM_SLOTS, generator=generator)[: case["entries"]] for _ in range(batch * kv_heads)]
     )
     mask = torch.rand(shape, generator=generator) < case["asked"]
-    capacity = NUM_SLOTS * case["block_size"] + 8
+    capacity = NUM_SLOTS * case["block_size"] + case.get("behind", 8)
     kv = torch.full((batch, kv_heads, capacity, case["kv_dim"]), float("nan"), dtype=case["dtype"], device=device)
     target = kv[:, :, : NUM_SLOTS * case["block_size"]].unflatten(2, (NUM_SLOTS, case["block_size"]))
     return blocks.to(device), slots.view(shape).to(device), mask.to(device), kv, target

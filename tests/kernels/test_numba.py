@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -142,3 +146,36 @@ def test_exchange_equals_reference():
                 assert torch.equal(got, expected)
             seen |= {(bool(a >= 0), bool(b >= 0)) for a, b in zip(taken[mask], put[mask], strict=True)}
     assert seen == {(False, False), (False, True), (True, False), (True, True)}
+
+
+TWO_THREADS = """
+import threading, time
+import torch
+torch.set_num_threads(1)
+from oasis_cache.kernels import numba_ops
+
+def make():
+    keys, queries = torch.randn(1, 1, 60, 16, 128), torch.randn(1, 1, 4, 128)
+    arrays = numba_ops.pack_int2(keys)
+    return queries, arrays, numba_ops.score_int2(queries, *arrays, 60, 16, 4, 0.1)[2].clone()
+
+def work(queries, arrays, expected):
+    end = time.time() + 2
+    while time.time() < end:
+        assert torch.equal(numba_ops.score_int2(queries, *arrays, 60, 16, 4, 0.1)[2], expected)
+
+threads = [threading.Thread(target=work, args=make()) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print("done")
+"""
+
+
+def test_scratch_memory_lives_as_long_as_its_addresses_are_used():
+    """Two threads that share an arena: memory freed early by one would be the other's next."""
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    out = subprocess.run(
+        [sys.executable, "-c", TWO_THREADS], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (out.returncode, out.stdout.strip()) == (0, "done"), out.stderr[-2000:]
+    assert "AssertionError" not in out.stderr, out.stderr[-2000:]

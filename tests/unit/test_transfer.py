@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from oasis_cache.blocks import FetchPlan, LayerShape
 from oasis_cache.residency import Residency
 from oasis_cache.store import HostMemory, HostStore
 from oasis_cache.transfer import (
+    DeviceStreams,
     NoStreams,
     SimulatedStreams,
     ThreadStreams,
@@ -236,3 +238,29 @@ def test_engines_share_one_interface():
         assert isinstance(engine, TransferEngine)
         engine.close()
         engine.close()
+
+
+def test_a_transfer_keeps_its_pages_alive():
+    """A cache dropped with a prefetch in flight: the copy that runs later reads pages that are still there."""
+    store, target = filled_store(), torch.zeros(2, 2, 4, 8, SHAPE.kv_dim)
+    memory, engine = store.pages.memory, simulated_engine(early=0.0)
+    expected = store.read_range(0, 12).unflatten(2, (12, 8))
+    transfer = engine.submit(with_bool_mask(small_plan()), store, target)
+    del store
+    assert memory.reserved_bytes > 0
+    engine.wait(transfer)
+    for row, head, entry in transfer.plan.mask.nonzero().tolist():
+        block, slot = transfer.plan.blocks[row, head, entry], transfer.plan.slots[row, head, entry]
+        assert torch.equal(target[row, head, slot], expected[row, head, block])
+    del transfer
+    gc.collect()
+    assert memory.reserved_bytes == 0
+
+
+def test_layers_follow_their_tensors():
+    """Where there are CUDA devices, CPU layers copy at once by default, and do not prefetch."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
+    assert [TransferEngine(DeviceStreams(NoStreams())).runs_beside(device) for device in (cpu, cuda)] == [False, True]
+    assert TransferEngine(DeviceStreams(ThreadStreams())).runs_beside(cpu)
+    store, target = filled_store(), torch.zeros(2, 2, 4, 8, SHAPE.kv_dim)
+    assert TransferEngine(DeviceStreams(NoStreams())).submit(with_bool_mask(small_plan()), store, target).landed

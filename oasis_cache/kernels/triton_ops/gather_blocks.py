@@ -98,7 +98,7 @@ def block_constants(block_size: int, kv_dim: int, dtype: torch.dtype) -> dict[st
     elements = block_size * kv_dim
     return {
         "ELEMENTS": elements,
-        "ALIGNMENT": math.gcd(16, elements * dtype.itemsize),
+        "ALIGNMENT": math.gcd(16, kv_dim * dtype.itemsize),
         "CHUNK": min(CHUNK_BYTES // dtype.itemsize, tile(elements)),
     }
 
@@ -141,7 +141,7 @@ def _check_plan(blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, t
 
 def check_block_layout(name: str, blocks: torch.Tensor) -> None:
     """Raise `ValueError` unless each block of [..., block_size, dim] is contiguous and aligned as its size allows."""
-    alignment = math.gcd(16, blocks.shape[-2] * blocks.shape[-1] * blocks.element_size())
+    alignment = math.gcd(16, blocks.shape[-1] * blocks.element_size())
     aligned = all(stride * blocks.element_size() % alignment == 0 for stride in blocks.stride()[:-2])
     contiguous = blocks.stride(-1) == 1 and (blocks.shape[-2] == 1 or blocks.stride(-2) == blocks.shape[-1])
     if not contiguous or not aligned or (blocks.device.type != "meta" and blocks.data_ptr() % alignment):
