@@ -139,13 +139,18 @@ def test_compiled_generation_runs_uncompiled_and_right():
 
 
 def test_use_cache_false_together_with_a_cache():
-    """transformers accepts it silently and feeds the whole sequence again at every step; a cache must not hide that it did."""
+    """transformers feeds the whole sequence again at every step: that is refused where the mask shows it, and never hidden."""
     model, ids = models.build("llama", "sdpa"), models.prompt(20)
-    lengths = []
-    for cache in (DynamicCache(), OasisCache(SMALL)):
+    dense, cache = DynamicCache(), OasisCache(SMALL)
+    models.generate(model, ids, dense, 4, use_cache=False)
+    assert dense.get_seq_length() == 20 + 21 + 22 + 23
+    try:
         models.generate(model, ids, cache, 4, use_cache=False)
-        lengths.append(int(cache.get_seq_length()))
-    assert lengths == [20 + 21 + 22 + 23] * 2
+    except ValueError as error:
+        assert "a cache needs use_cache=True" in str(error)
+        assert cache.get_seq_length() == 20
+    else:
+        assert cache.get_seq_length() == dense.get_seq_length()
     cache = OasisCache(SMALL)
     models.forward(model, ids, cache, use_cache=False)
     assert cache.get_seq_length() == 20
