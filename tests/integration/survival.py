@@ -6,6 +6,7 @@ compared with `DynamicCache`, or where they are sparse with the rules of tests/o
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from oasis_cache import OasisCache, OasisConfig
 from oasis_cache.blocks import as_blocks
 from oasis_cache.layer import OasisLayer
+from oasis_cache.store import HostMemory
 from tests import models, oracle
 
 TOLERANCE = 1e-5
@@ -101,3 +103,11 @@ def selections(cache: OasisCache) -> list[list[tuple]]:
         [(step.context_tokens, step.window_block, step.selected.tolist()) for step in layer.trace]
         for layer in oasis_layers(cache)
     ]
+
+
+def all_returned(memory: HostMemory) -> bool:
+    """Whether the host tier's memory was given back; a copy in flight keeps its pages until it has ended, which is waited for."""
+    end = time.monotonic() + 10
+    while memory.reserved_bytes and time.monotonic() < end:
+        time.sleep(0.01)
+    return memory.reserved_bytes == 0

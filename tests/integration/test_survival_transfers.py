@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import oasis_cache
 from oasis_cache import OasisCache, OasisConfig
 from tests import models
-from tests.integration.survival import SIMULATED, SPARSE, assert_close, case, greedy, selections
+from tests.integration.survival import SIMULATED, SPARSE, all_returned, assert_close, case, greedy, selections
 from tests.integration.test_sparse_oracle import Pair
 
 pytestmark = pytest.mark.contract
@@ -143,10 +142,7 @@ def test_caches_do_not_bring_threads(model, engine):
         if number % 2:
             cache.close()
         del cache
-        end = time.monotonic() + 10
-        while memory.reserved_bytes and time.monotonic() < end:  # a copy in flight keeps its pages until it has ended
-            time.sleep(0.01)
-        assert memory.reserved_bytes == 0
+        assert all_returned(memory)
         threads = threads or threading.active_count()
         assert threading.active_count() == threads
 
