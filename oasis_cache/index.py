@@ -22,6 +22,9 @@ class BlockIndex(ABC):
 
     MIN_CAPACITY = 64
     sealed_by_kernel = False  # whether `kernels.seal_blocks` makes the summaries on a device that has kernels
+    scored_by: str | None = (
+        None  # the function of `kernels` that scores the arrays, in the order in which `summarise` gives them
+    )
 
     def __init__(self) -> None:
         self.num_blocks = 0
@@ -69,6 +72,10 @@ class BlockIndex(ABC):
             Scores [batch, kv_heads, rows, num_blocks] as `reference.rank_rows` defines them, their maximum over rows
             [batch, kv_heads, num_blocks], and the log-mass [batch, kv_heads, group * rows, num_blocks]; all float32.
         """
+        if self.scored_by is not None:
+            arrays = (self.held(name, num_blocks) for name in self.arrays)
+            scores: Scores = getattr(kernels, self.scored_by)(queries, *arrays, group, scaling, visible)
+            return scores
         log_mass = self.log_mass(queries, num_blocks, scaling, visible)
         rows = reference.rank_rows(log_mass, group)
         return rows, rows.amax(2), log_mass
@@ -139,20 +146,10 @@ class MinMaxIndex(BlockIndex):
     """Channel-wise minimum and maximum of a block's keys: an upper bound of its scores (Quest, section 3.3; OasisKV)."""
 
     sealed_by_kernel = True
+    scored_by = "score_minmax"
 
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"low": keys.amin(3), "high": keys.amax(3)}
-
-    def score(
-        self,
-        queries: torch.Tensor,
-        group: int,
-        num_blocks: int,
-        scaling: float,
-        visible: torch.Tensor | None = None,
-    ) -> Scores:
-        low, high = self.held("low", num_blocks), self.held("high", num_blocks)
-        return kernels.score_minmax(queries, low, high, group, scaling, visible)
 
     def log_mass(
         self, queries: torch.Tensor, num_blocks: int, scaling: float, visible: torch.Tensor | None = None
@@ -169,6 +166,7 @@ class Int2Index(BlockIndex):
     """
 
     sealed_by_kernel = True
+    scored_by = "score_int2"
 
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         compiled = kernels.numba_for(keys.device)
@@ -200,12 +198,13 @@ class Int2Index(BlockIndex):
                 queries, words, low, step, num_blocks, self.block_size, group, scaling, visible
             )
             return scores
-        codes, low, step = (self.held(name, num_blocks) for name in ("codes", "low", "step"))
-        return kernels.score_int2(queries, codes, low, step, group, scaling, visible)
+        return super().score(queries, group, num_blocks, scaling, visible)
 
 
 class Int1Index(BlockIndex):
     """Packed signs with a mean and a mean deviation per block and channel."""
+
+    scored_by = "score_int1"
 
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         codes, mean, deviation = reference.quantise_int1(keys)
@@ -216,17 +215,6 @@ class Int1Index(BlockIndex):
     ) -> torch.Tensor:
         codes, mean, deviation = (self.held(name, num_blocks) for name in ("codes", "mean", "deviation"))
         return reference.log_mass_int1(queries, codes, mean, deviation, scaling, visible)
-
-    def score(
-        self,
-        queries: torch.Tensor,
-        group: int,
-        num_blocks: int,
-        scaling: float,
-        visible: torch.Tensor | None = None,
-    ) -> Scores:
-        codes, mean, deviation = (self.held(name, num_blocks) for name in ("codes", "mean", "deviation"))
-        return kernels.score_int1(queries, codes, mean, deviation, group, scaling, visible)
 
 
 class RecencyIndex(BlockIndex):

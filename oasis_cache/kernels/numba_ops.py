@@ -35,8 +35,7 @@ def pack_int2(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         words [batch, kv_heads, blocks, ceil(block_size / 16), channels] int32, low and step [batch, kv_heads, blocks, channels]
         bfloat16.
     """
-    codes, low, step = reference.quantise_int2(keys)
-    codes = reference.unpack_codes(codes, 2, keys.shape[-1])
+    codes, low, step = reference.round_int2(keys)
     padding = (0, -keys.shape[-1] % LANES)
     words, low, step = (torch.nn.functional.pad(part, padding) for part in (pack_words(codes), low, step))
     return words, low, step
@@ -47,13 +46,6 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[-2] % WORD_TOKENS)).unflatten(-2, (-1, WORD_TOKENS))
     shifts = torch.arange(0, 2 * WORD_TOKENS, 2, dtype=torch.int32).unsqueeze(-1)
     return (padded.to(torch.int32) << shifts).sum(-2, dtype=torch.int32)
-
-
-def unpack_words(words: torch.Tensor, block_size: int) -> torch.Tensor:
-    """The inverse of `pack_words`: [..., ceil(block_size / 16), dim] int32 -> [..., block_size, dim] uint8."""
-    shifts = torch.arange(0, 2 * WORD_TOKENS, 2, dtype=torch.int32).unsqueeze(-1)
-    codes = ((words.unsqueeze(-2) >> shifts) & 3).to(torch.uint8)
-    return codes.flatten(-3, -2)[..., :block_size, :]
 
 
 @numba.njit(cache=True, nogil=True)

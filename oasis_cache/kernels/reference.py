@@ -49,12 +49,18 @@ def quantise_int2(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
         codes [batch, kv_heads, blocks, block_size, ceil(key_dim / 4)] uint8, low and step [batch, kv_heads, blocks, key_dim]
         bfloat16: key ~ low + step * code.
     """
+    codes, low, step = round_int2(keys)
+    return pack_codes(codes, 2), low, step
+
+
+def round_int2(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantise_int2` with codes as they are: [batch, kv_heads, blocks, block_size, key_dim] uint8."""
     keys = keys.float()
     low, high = keys.amin(3), keys.amax(3)
     low = low.bfloat16()
     step = ((high - low.float()) / 3).clamp_min(1e-8).bfloat16()
     codes = ((keys - low.float().unsqueeze(3)) / step.float().unsqueeze(3)).round().clamp(0, 3).to(torch.uint8)
-    return pack_codes(codes, 2), low, step
+    return codes, low, step
 
 
 def quantise_int1(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
