@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from oasis_cache import kernels
-from oasis_cache.blocks import LayerShape
+from oasis_cache.blocks import FetchPlan, LayerShape
 
 
 def available_host_bytes() -> int:
@@ -333,20 +333,23 @@ class HostStore:
             self._slab_ids, self._offsets = torch.cat([self._slab_ids, pad], 1), torch.cat([self._offsets, pad], 1)
             self._addresses = torch.nn.functional.pad(self._addresses, (0, extra), value=-1)
 
+    def gather(self, plan: FetchPlan, addresses: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy planned blocks into entries of `target` [batch, kv_heads, entries, block_size, kv_dim], which is changed in place.
+
+        Args:
+            addresses: What `addresses` was when the plan was made.
+        """
+        copy = kernels.gather_blocks if self.device_readable else kernels.gather_blocks_by_host
+        copy(plan.blocks, plan.slots, plan.mask, addresses, target)
+
     def read_range(self, start: int, stop: int) -> torch.Tensor:
         """Blocks start..stop of all rows, on the layer's device: [batch, kv_heads, (stop - start) * block_size, kv_dim]."""
         sizes = (self.batch, self.shape.kv_heads, (stop - start) * self.block_size, self.shape.kv_dim)
         if self.shape.device.type == "cuda":  # the device writes the pages, so only a read in its order sees them
             out = torch.empty(sizes, dtype=self.shape.dtype, device=self.shape.device)
             numbers = torch.arange(start, stop, device=self.shape.device).expand(*sizes[:2], -1)
-            gather = kernels.gather_blocks if self.device_readable else kernels.gather_blocks_by_host
-            gather(
-                numbers,
-                numbers - start,
-                torch.ones_like(numbers, dtype=torch.bool),
-                self.addresses,
-                out.unflatten(2, (stop - start, self.block_size)),
-            )
+            plan = FetchPlan(numbers, numbers - start, torch.ones_like(numbers, dtype=torch.bool), 0)
+            self.gather(plan, self.addresses, out.unflatten(2, (stop - start, self.block_size)))
             return out
         slab_ids, offsets = self._slab_ids[:, start:stop].flatten(), self._offsets[:, start:stop].flatten()
         pages = torch.empty(slab_ids.numel(), *self.pages.page_shape, dtype=self.shape.dtype)

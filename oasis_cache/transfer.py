@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from oasis_cache import kernels
 from oasis_cache.blocks import FetchPlan
 from oasis_cache.store import HostStore
 
@@ -41,7 +40,6 @@ class Transfer:
         target: [batch, kv_heads, entries, block_size, kv_dim], the buffer that plan.slots number.
         store: Whose pages are read; they live as long as the transfer does.
         addresses: [batch, num_blocks] int64, the host pages at the time of `submit`.
-        on_device: Whether the target's device can read the host pages itself.
         event: What `Streams.issue` returned.
     """
 
@@ -49,7 +47,6 @@ class Transfer:
     target: torch.Tensor
     store: HostStore
     addresses: torch.Tensor
-    on_device: bool
     event: Any = None
     landed: bool = False
     cancelled: bool = False
@@ -57,9 +54,7 @@ class Transfer:
     def land(self) -> None:
         """Copy the blocks into their entries, unless the transfer was cancelled."""
         if not self.cancelled and not self.landed:
-            plan = self.plan
-            gather = kernels.gather_blocks if self.on_device else kernels.gather_blocks_by_host
-            gather(plan.blocks, plan.slots, plan.mask, self.addresses, self.target)
+            self.store.gather(self.plan, self.addresses, self.target)
             self.landed = True
 
     @property
@@ -113,13 +108,13 @@ class TransferEngine:
 
     def submit(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
         """Begin a transfer into `target`; its entries must not be read before `wait`."""
-        transfer = Transfer(plan, target, store, store.addresses, store.device_readable)
+        transfer = Transfer(plan, target, store, store.addresses)
         transfer.event = self.streams.issue(transfer)
         return transfer
 
     def fetch(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> None:
         """Transfer what the computation needs next: the entries may be read on return."""
-        self.streams.now(Transfer(plan, target, store, store.addresses, store.device_readable))
+        self.streams.now(Transfer(plan, target, store, store.addresses))
 
     def wait(self, transfer: Transfer) -> None:
         """The entries of the transfer may be read by what the computation is given from now on."""
@@ -222,8 +217,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class DeviceStreams(Streams):
     """CUDA streams for what lies on a CUDA device, and others for everything else: layers follow their tensors."""
 
-    asynchronous = True
-
     def __init__(self, elsewhere: Streams) -> None:
         self._cuda, self._elsewhere = CudaStreams(), elsewhere
 
@@ -231,7 +224,7 @@ class DeviceStreams(Streams):
         return self._cuda if transfer.target.device.type == "cuda" else self._elsewhere
 
     def runs_beside(self, device: torch.device) -> bool:
-        return device.type == "cuda" or self._elsewhere.asynchronous
+        return device.type == "cuda" or self._elsewhere.runs_beside(device)
 
     def issue(self, transfer: Transfer) -> Any:
         return self._of(transfer).issue(transfer)
