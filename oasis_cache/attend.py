@@ -98,8 +98,6 @@ def attend_streamed(
     parts, position = [], 0
     for kv in layer.pieces():
         stop = position + kv.shape[2]
-        if stop == position:  # an empty window; torch's attention on the CPU divides by the number of keys
-            continue
         columns = mask.columns(position, stop, shape.kv_heads)
         if columns is None and mask.causal and stop > total - rows:
             columns = reference.causal_rows(rows, total, kv.device)[None, None, :, position:stop]

@@ -402,7 +402,9 @@ class OasisLayer(CacheLayerMixin):
                 kv = self.store.read_range(block, min(block + blocks_at_a_time, window_block))
                 self.counters.bytes_streamed += kv.numel() * kv.element_size()
                 yield kv
-            if self.working_set.window_length:
+            if (
+                self.working_set.window_length
+            ):  # no empty piece: torch's attention on the CPU divides by the number of keys
                 yield self.working_set.window
         elif self.length:
             yield from self.dense[:, :, : self.length].split(step, dim=2)
