@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import sys
 import threading
@@ -29,9 +30,10 @@ from oasis_cache.hybrid import OasisHybridLayer
 from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
 from oasis_cache.selector import RowRoles
-from oasis_cache.stats import PHASES, OasisStats, StepTrace
+from oasis_cache.stats import PHASES, LayerStats, OasisStats, StepTrace
 
 _MAX_FRAMES = 24
+_SUMMED = [field.name for field in dataclasses.fields(LayerStats) if field.name != "layer"]
 _TOKEN_LAYERS = (OasisLayer, DynamicLayer)  # hold all tokens, or (sliding ones) count them
 _MAX_MASK_FRAMES = 3  # the function that makes masks, with an EncoderDecoderCache in between
 
@@ -265,14 +267,15 @@ class OasisCache(DynamicCache):
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def _begin_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Checks before a layer takes new tokens: at the first `OasisLayer` for the whole forward, at others that they follow it.
+        """Checks before a layer takes new tokens: at the first one for the whole forward, at others that they follow it.
 
         Raises:
             MemoryError: The host tier cannot take the forward's tokens in all layers. Nothing was written.
             RuntimeError: An earlier forward broke off between the first layer and this one, or another thread began one.
         """
         layer = self.layers[layer_idx]
-        if not isinstance(layer, _TOKEN_LAYERS) or not self._oasis_layers_exist:
+        first_oasis = next((other for other in self.layers if isinstance(other, OasisLayer)), None)
+        if first_oasis is None or not isinstance(layer, _TOKEN_LAYERS):
             return
         first = next(other for other in self.layers if isinstance(other, _TOKEN_LAYERS))
         rows = keys.shape[-2]
@@ -292,19 +295,17 @@ class OasisCache(DynamicCache):
                 f"{first.get_seq_length()}: an earlier forward was interrupted. {self._way_back()}"
                 f"{hint if getattr(self.model_config, 'is_encoder_decoder', False) else ''}"
             )
-        oasis_layers = self._oasis_layers
-        if (
-            layer is first or layer is oasis_layers[0]
-        ):  # sliding layers may have other sizes, so that only the second look is sure
-            shape = LayerShape.of(keys, values)
+        if layer in (first, first_oasis):  # a sliding layer may have other sizes, so that only the second look is sure
+            oasis_layers, shape = self._oasis_layers, LayerShape.of(keys, values)
             needed = sum(each.slab_bytes_for(each.shape or shape, rows) for each in oasis_layers)
             if needed:
-                total = oasis_layers[0].get_seq_length() + rows
+                total = first_oasis.get_seq_length() + rows
                 self.runtime.memory.require(needed, f"a context of {total:,} tokens in {len(oasis_layers)} layers")
 
     @property
-    def _oasis_layers_exist(self) -> bool:
-        return any(isinstance(layer, OasisLayer) for layer in self.layers)
+    def _can_go_back(self) -> bool:
+        """Whether every layer can be cropped at any time."""
+        return all(type(layer) is OasisLayer for layer in self.layers)
 
     def _check_complete(self) -> None:
         """Raise `RuntimeError` if some layers hold tokens of a forward that did not come to the others."""
@@ -318,7 +319,7 @@ class OasisCache(DynamicCache):
 
     def _way_back(self) -> str:
         """What to do after an interrupted forward."""
-        if all(type(layer) is OasisLayer for layer in self.layers):
+        if self._can_go_back:
             return "Call crop(0) to go back to the last complete forward, or reset()"
         return "Call reset(): this model has layers that cannot go back"
 
@@ -327,7 +328,7 @@ class OasisCache(DynamicCache):
         lengths = [layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")]
         if len(set(lengths)) <= 1:
             return
-        if not all(type(layer) is OasisLayer for layer in self.layers):
+        if not self._can_go_back:
             raise RuntimeError(
                 "an earlier forward was interrupted, and this model has layers that cannot go back to before it: call reset()"
             )
@@ -433,8 +434,8 @@ class OasisCache(DynamicCache):
         layers = self._oasis_layers
         counters = [layer.counters for layer in layers]
         forwards = {phase: max((c.forwards[phase] for c in counters), default=0) for phase in PHASES}
-        late = sum(int(c.late) for c in counters)
-        misses = sum(int(c.misses) for c in counters) + late
+        parts = tuple(layer.stats(number) for number, layer in enumerate(self.layers) if isinstance(layer, OasisLayer))
+        sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
         memory = self.runtime.memory
         return OasisStats(
             steps=max((sum(c.forwards.values()) for c in counters), default=0),
@@ -445,28 +446,17 @@ class OasisCache(DynamicCache):
             fallback_steps=max((c.fallbacks for c in counters), default=0),
             blocks_read=sum(c.blocks_read for c in counters),
             tokens_read_max=max((c.tokens_read_max for c in counters), default=0),
-            hits=sum(c.selected for c in counters) - misses,
-            misses=misses,
             prefetched=sum(int(c.prefetched) for c in counters),
-            spare_hits=sum(int(c.spare_hits) for c in counters),
-            late=late,
             dropped=sum(c.dropped for c in counters),
-            bytes_fetched=sum(c.bytes_fetched for c in counters),
-            bytes_written=sum(c.bytes_written for c in counters),
-            device_bytes=sum(layer.device_bytes for layer in layers),
             other_device_bytes=sum(map(_other_bytes, self.layers)),
-            host_bytes=sum(layer.host_bytes for layer in layers),
             host_bytes_reserved=memory.reserved_bytes,
             pinned=memory.pinned_bytes == memory.reserved_bytes if memory.reserved_bytes else None,
-            index_bytes=sum(layer.index_bytes for layer in layers),
-            stall_seconds=sum(c.stall_seconds for c in counters),
             context_tokens=max((layer.get_seq_length() for layer in layers), default=0),
             oasis_layers=len(layers),
             other_layers=len(self.layers) - len(layers),
             warnings=tuple(self.runtime.messages),
-            layers=tuple(
-                layer.stats(number) for number, layer in enumerate(self.layers) if isinstance(layer, OasisLayer)
-            ),
+            layers=parts,
+            **sums,
         )
 
     @property
