@@ -48,9 +48,7 @@ class Runtime:
                 f"row_roles were given for {tuple(self.roles.decide.shape)} batch rows and new tokens, but the forward has "
                 f"{(batch, rows)}"
             )
-        if self.roles is not None and self.roles.decide.device != device:
-            self.roles = RowRoles(self.roles.decide.to(device), self.roles.predict.to(device))
-        return self.roles
+        return None if self.roles is None else self.roles.on(device)
 
     def warn_once(self, message: str) -> None:
         """Warn, unless this cache said the same before."""

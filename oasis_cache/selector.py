@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,17 @@ class RowRoles:
 
     decide: torch.Tensor
     predict: torch.Tensor
+    _copies: dict[torch.device, RowRoles] = field(default_factory=dict, repr=False, compare=False)
+
+    def on(self, device: torch.device) -> RowRoles:
+        """The same on a device, copied there once: layers may lie on several in turn."""
+        if self.decide.device == device:
+            return self
+        if device not in self._copies:
+            waits = device.type != "cuda"  # a host that reads must wait for the copy; a device has it in its order
+            decide, predict = (part.to(device, non_blocking=not waits) for part in (self.decide, self.predict))
+            self._copies[device] = RowRoles(decide, predict)
+        return self._copies[device]
 
 
 @dataclass(frozen=True)

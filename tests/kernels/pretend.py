@@ -1,4 +1,4 @@
-"""A pretended CUDA device on the CPU: its tensors say that they are on cuda:0, and refuse what a host would have to wait for.
+"""Pretended CUDA devices on the CPU: their tensors say that they are on cuda:0 or cuda:1, and refuse what a host would wait for.
 
 Host tensors (page tables and the like) stay what they are, so that what is refused is just what crosses between host and
 device or makes a shape of a value. Triton kernels run on the pretended tensors in the interpreter. Streams and events do nothing.
@@ -20,7 +20,7 @@ from oasis_cache import transfer
 from oasis_cache.kernels.triton_ops import launch
 from oasis_cache.store import HostMemory
 
-DEVICE = torch.device("cuda", 0)
+DEVICE, SECOND_DEVICE = torch.device("cuda", 0), torch.device("cuda", 1)
 # Operations that need a value, or the number of some values, on the host.
 WAITING = {
     "_local_scalar_dense", "item", "nonzero", "nonzero_numpy", "argwhere", "masked_select", "_unique", "_unique2", "unique_dim",
@@ -35,6 +35,10 @@ _may_wait = False
 
 class WaitError(AssertionError):
     """The host would have to wait for the device."""
+
+
+class WrongDeviceError(AssertionError):
+    """Tensors of several devices met, or a kernel would start on another one than its tensors'."""
 
 
 @contextlib.contextmanager
@@ -54,12 +58,13 @@ def _refuse_unless_allowed(operation: str) -> None:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the pretended device; `inner` has its values. To C++ it lies on the CPU, to Python on `DEVICE`."""
+    """A tensor of a pretended device; `inner` has its values. To C++ it lies on the CPU, to Python on `place`."""
 
     inner: torch.Tensor
+    place: torch.device
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> DeviceTensor:
+    def __new__(cls, inner: torch.Tensor, place: torch.device = DEVICE) -> DeviceTensor:
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -68,11 +73,14 @@ class DeviceTensor(torch.Tensor):
             dtype=inner.dtype,
             device="cpu",
         )
-        tensor.inner = inner
+        tensor.inner, tensor.place = inner, place
         return tensor
 
+    def __init__(self, inner: torch.Tensor, place: torch.device = DEVICE) -> None:
+        super().__init__()
+
     __torch_function__ = torch._C._disabled_torch_function_impl
-    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    device = property(lambda self: self.place)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
 
     def record_stream(self, stream: Any) -> None:
@@ -86,13 +94,17 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
 
-def to_device(tensor: torch.Tensor) -> DeviceTensor:
-    """A copy on the pretended device."""
-    return DeviceTensor(tensor.clone())
+def to_device(tensor: torch.Tensor, device: torch.device = DEVICE) -> DeviceTensor:
+    """A copy on a pretended device."""
+    return DeviceTensor(tensor.clone(), device)
 
 
 def _is_device(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
+
+
+def _place(device: Any) -> torch.device:
+    return torch.device("cuda", torch.device(device).index or 0)
 
 
 def _unwrapped(value: Any) -> Any:
@@ -106,6 +118,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not _is_free(func):
         launched[name] += 1
     given = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, DeviceTensor)]
+    places = {item.place for item in given if item.dim() > 0 or name == "copy_"} or {given[0].place}
+    if len(places) > 1 and name != "copy_":
+        raise WrongDeviceError(f"{name} with tensors of {sorted(map(str, places))}")
+    place = args[0].place if name == "copy_" and isinstance(args[0], DeviceTensor) else places.pop()
     out = func(*_unwrapped(args), **_unwrapped(kwargs))
     if name == "copy_" and not isinstance(args[0], DeviceTensor):
         return args[0]
@@ -114,7 +130,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
         same = [tensor for tensor in given if tensor.inner is item]
-        return same[0] if same else DeviceTensor(item)
+        return same[0] if same else DeviceTensor(item, place)
 
     return tree_map(wrap, out)
 
@@ -157,7 +173,8 @@ class _Functions(TorchFunctionMode):
         if func is torch.Tensor.to:
             return _moved(args, kwargs)
         if _is_device(kwargs.get("device")):
-            return DeviceTensor(func(*_unwrapped(args), **(_unwrapped(kwargs) | {"device": "cpu"})))
+            place = _place(kwargs["device"])
+            return DeviceTensor(func(*_unwrapped(args), **(_unwrapped(kwargs) | {"device": "cpu"})), place)
         return func(*args, **kwargs)
 
 
@@ -172,10 +189,12 @@ def _moved(args: Any, kwargs: dict[str, Any]) -> Any:
         if not all(_is_device(device) for device in devices):
             _refuse_unless_allowed("a copy to the host")
             tensor = tensor.inner.clone()
+        elif devices and _place(devices[0]) != tensor.place:
+            tensor = to_device(tensor.inner, _place(devices[0]))
     elif any(_is_device(device) for device in devices):
         if waits:
             _refuse_unless_allowed("a blocking copy to the device")
-        tensor = to_device(tensor)
+        tensor = to_device(tensor, _place(devices[0]))
     return tensor.to(*rest, **kwargs) if rest or kwargs else tensor
 
 
@@ -201,6 +220,9 @@ def pretended() -> Iterator[None]:
 
     def interpret(kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any]) -> None:
         launched[kernel.fn.__name__.strip("_")] += 1
+        places = {item.place for item in arguments.values() if isinstance(item, DeviceTensor)}
+        if places - {_place(device)}:
+            raise WrongDeviceError(f"{kernel.fn.__name__} on {device} with tensors of {sorted(map(str, places))}")
         with torch._C.DisableTorchFunction():
             start(kernel, grid, torch.device("cpu"), _unwrapped(arguments))
 

@@ -48,7 +48,7 @@ TESTS = {  # each a process; the first ones run side by side, since most of thei
     "scoring kernels": ["tests/kernels/test_score_blocks.py"],
     "other kernels": [f"tests/kernels/test_{name}.py" for name in ("gather_blocks", "seal_blocks", "delta_select")],
     "large shapes": ["tests/gpu/test_kernels.py"],
-    "generation": ["tests/gpu/test_generate.py"],
+    "generation": ["tests/gpu/test_generate.py", "tests/gpu/test_device_map.py"],
     "waits": ["tests/gpu/test_no_sync.py"],
 }
 ALONE = {"streams": ["tests/gpu/test_streams.py"]}  # timing decides what these see
