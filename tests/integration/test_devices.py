@@ -28,7 +28,7 @@ PROMPT, ROWS = 108, [1, 3]
 
 
 def attentions(devices, **options):
-    """Outputs of attention by layer and step, layers on the devices named, with a padded row and a choice of rows; and the cache."""
+    """Outputs of attention by layer and step, layers on the devices named, with a padded row and chosen rows; and the cache."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads, tokens, device):
