@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,11 +28,11 @@ def attend_sparse(
     """Attention over sink + selected blocks + window; then the next step's blocks are sent for.
 
     Args:
-        query: [batch, query_heads, rows, key_dim].
+        query: [batch, query_heads, rows, query_dim].
         sinks: [query_heads] logits, or None.
 
     Returns:
-        [batch, query_heads, rows, value_dim] in the query's dtype.
+        [batch, query_heads, rows, value_dim] in the query's dtype; of a layer of latents, the sums of its "keys".
     """
     config, shape, index, residency = layer.config, layer.shape, layer.index, layer.residency
     assert shape is not None
@@ -60,14 +61,15 @@ def attend_sparse(
     if config.trace and config.on_miss == "fetch":
         _record(layer, rows)
     token_mask = mask.gather(working_set.token_positions(), group) if mask.values is not None else None
-    inputs = (queries, working_set.kv, shape.key_dim, working_set.num_tokens, rows, scaling, token_mask, softcap)
+    inputs = (queries, working_set.kv, shape.query_dim, working_set.num_tokens, rows, scaling, token_mask, softcap)
+    columns = shape.value_columns
     sinks = None if sinks is None else sinks.view(shape.kv_heads, group)
     if config.on_miss == "fetch":
-        out = kernels.sparse_attention(*inputs, sinks)
+        out = kernels.sparse_attention(*inputs, sinks, value_columns=columns)
         if residency.prefetches:
             residency.stage(predict_scores(scores, config.lookahead))
     else:
-        out, lse, mass = kernels.sparse_attention_with_mass(*inputs, sinks)
+        out, lse, mass = kernels.sparse_attention_with_mass(*inputs, sinks, value_columns=columns)
         mass = mass[..., : working_set.slot_tokens].unflatten(-1, (config.num_slots, config.block_size)).sum(-1)
         prediction = refine_by_attention(scores, lse, mass, working_set.block_of_slot, group, config.lookahead)
         if not demanded:
@@ -75,7 +77,7 @@ def attend_sparse(
         if config.trace:
             _record(layer, rows)
         residency.replace(choose(prediction), num_blocks)
-    return out.to(query.dtype).view(batch, query_heads, rows, shape.value_dim)
+    return out.to(query.dtype).view(batch, query_heads, rows, -1)
 
 
 def attend_streamed(
@@ -85,25 +87,32 @@ def attend_streamed(
     scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    expand: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Exact attention over everything, past blocks brought through in pieces and merged by their log-sum-exp.
 
-    Arguments and result as those of `attend_sparse`.
+    Arguments and result as those of `attend_sparse`, but that queries meet keys as the model knows them.
+
+    Args:
+        expand: Makes keys and values of each query head of latents [batch, 1, tokens, dim]; None: the layer holds them.
     """
     shape, rows = layer.shape, query.shape[2]
     assert shape is not None
     batch, query_heads = query.shape[:2]
-    queries = query.reshape(batch, shape.kv_heads, -1, shape.key_dim)  # group * rows
-    group, total = query_heads // shape.kv_heads, layer.get_seq_length()
+    kv_heads = shape.kv_heads if expand is None else query_heads
+    queries = query.reshape(batch, kv_heads, -1, query.shape[3])  # group * rows
+    group, total = query_heads // kv_heads, layer.get_seq_length()
     parts, position = [], 0
     for kv in layer.pieces():
         stop = position + kv.shape[2]
-        columns = mask.columns(position, stop, shape.kv_heads)
+        columns = mask.columns(position, stop, kv_heads)
         if columns is None and mask.causal and stop > total - rows:
             columns = reference.causal_rows(rows, total, kv.device)[None, None, :, position:stop]
         if columns is not None and columns.shape[2] == rows and group > 1 and not mask.per_head:
             columns = columns.repeat(1, 1, group, 1)
         keys, values = kv[..., : shape.key_dim], kv[..., shape.key_dim :]
+        if expand is not None:
+            keys, values = expand(keys, values)
         parts.append(kernels.attention(queries, keys, values, scaling, columns, softcap))
         if len(parts) == 2:
             parts = [reference.merge(parts)]

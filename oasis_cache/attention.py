@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 if TYPE_CHECKING:
+    from oasis_cache.latents import Expansion
     from oasis_cache.layer import OasisLayer
 
 # Names that an eager attention function may use and still be plain scaled dot product attention, sinks and softcap included. One
@@ -44,6 +45,7 @@ class KVView(torch.Tensor):
     layer: OasisLayer
     part: str
     dense: torch.Tensor | None
+    expansion: Expansion | None = None  # of views that stand for what is made of latents
 
     @staticmethod
     def __new__(cls, layer: OasisLayer, part: str, shape: tuple[int, ...]) -> KVView:
@@ -158,6 +160,8 @@ def _dispatch_view_eagerly(
     cause = refusal(original, module, arguments)
     if cause is None and not (isinstance(value, KVView) and value.layer is key.layer):
         cause = "keys and values of different layers"
+    if cause is None and key.layer.holds_latents and key.expansion is None:
+        cause = "attention to latents that are not expanded"
     if cause is None and any(isinstance(view, KVView) and view.dense is not None for view in (key, value)):
         cause = "an operation on keys or values before attention"
     if cause is not None:
@@ -174,6 +178,7 @@ def _dispatch_view_eagerly(
         softcap=arguments.get("softcap"),
         sinks=arguments.get("s_aux"),
         is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        expansion=key.expansion,
     )
     return out, None
 
@@ -182,6 +187,7 @@ _dispatch_view = torch.compiler.disable(_dispatch_view_eagerly)  # state of Pyth
 
 _lock = threading.Lock()
 _original_get_interface: Callable | None = None
+_replaced: dict[tuple[type, str], Callable] = {}  # methods of models' classes that were replaced, and what they were
 
 
 def _get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
@@ -203,8 +209,16 @@ def install() -> None:
             AttentionInterface.get_interface = _get_interface
 
 
+def replace_method(owner: type, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    """Put `wrap(method)` in the place of a class's method, until `uninstall`. Idempotent."""
+    with _lock:
+        if (owner, name) not in _replaced:
+            _replaced[owner, name] = original = vars(owner)[name]
+            setattr(owner, name, wrap(original))
+
+
 def uninstall() -> None:
-    """Take the dispatcher away again. Caches made before then work on, densely. Idempotent."""
+    """Take the dispatcher and what replaced models' methods away. Caches made before then work on, densely. Idempotent."""
     global _original_get_interface
     with _lock:
         if _original_get_interface is not None:
@@ -212,3 +226,6 @@ def uninstall() -> None:
             _original_get_interface = None
             _dispatcher.cache_clear()
             plain_eager.cache_clear()
+        for (owner, name), original in _replaced.items():
+            setattr(owner, name, original)
+        _replaced.clear()

@@ -13,7 +13,13 @@ import torch
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes that stay fixed while a layer holds tokens, taken from the first tensors it is given (never from a config)."""
+    """Sizes that stay fixed while a layer holds tokens, taken from the first tensors it is given (never from a config).
+
+    Attributes:
+        latent: The layer holds latents (multi-head latent attention): "keys" are the compressed keys and values of all query heads
+            [batch, 1, tokens, key_dim], "values" the rotary part of the keys. Queries that absorbed the expansion meet both
+            together, and what attention sums up are the "keys".
+    """
 
     batch: int
     kv_heads: int
@@ -21,12 +27,23 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    latent: bool = False
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> LayerShape:
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, latent: bool = False) -> LayerShape:
         """keys [batch, kv_heads, tokens, key_dim], values [batch, kv_heads, tokens, value_dim]."""
         batch, kv_heads, _, key_dim = keys.shape
-        return cls(batch, kv_heads, key_dim, values.shape[-1], keys.dtype, keys.device)
+        return cls(batch, kv_heads, key_dim, values.shape[-1], keys.dtype, keys.device, latent)
+
+    @property
+    def query_dim(self) -> int:
+        """Width of what a query meets, and of what the index stands for: the first columns of `kv`."""
+        return self.kv_dim if self.latent else self.key_dim
+
+    @property
+    def value_columns(self) -> slice:
+        """The columns of `kv` that attention sums up."""
+        return slice(0, self.key_dim) if self.latent else slice(self.key_dim, self.kv_dim)
 
     @property
     def kv_dim(self) -> int:

@@ -27,6 +27,7 @@ from oasis_cache.attention import install
 from oasis_cache.blocks import LayerShape
 from oasis_cache.config import OasisConfig
 from oasis_cache.hybrid import OasisHybridLayer
+from oasis_cache.latents import adopt_caller
 from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
 from oasis_cache.selector import RowRoles
@@ -92,18 +93,12 @@ class OasisCache(DynamicCache):
     def _adopt(self, model_config: PretrainedConfig) -> None:
         """Make the layers that the model needs: transformers' own, an `OasisLayer` in place of each plain full-attention one."""
         layers = transformers_layers(model_config)
-        sparse = not _caches_latents(model_config)
-        self._layers = [self._in_place_of(layer) if sparse else layer for layer in layers]
+        self._layers = [self._in_place_of(layer) for layer in layers]
         self.model_config = model_config
-        if not self._oasis_layers and sparse:
+        if not self._oasis_layers:
             self.runtime.warn_once(
                 f"{type(model_config).__name__} has no full-attention layer that OasisCache could serve: the cache works as "
                 "DynamicCache does"
-            )
-        if not sparse:
-            self.runtime.warn_once(
-                f"{type(model_config).__name__} caches latents that its layers expand before attention (MLA): OasisCache keeps "
-                "them dense on the device, as DynamicCache does"
             )
 
     def _in_place_of(self, layer: Any) -> Any:
@@ -264,7 +259,10 @@ class OasisCache(DynamicCache):
                 "that uses the cache"
             )
         self._begin_layer(layer_idx, key_states, value_states)
-        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, OasisLayer) and layer.get_seq_length() == 0:
+            layer.stores_latents = adopt_caller(sys._getframe(1), key_states)
+        return layer.update(key_states, value_states, *args, **kwargs)
 
     def _begin_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Checks before a layer takes new tokens: at the first one for the whole forward, at others that they follow it.
@@ -512,11 +510,6 @@ def _covered_tokens(local: dict[str, Any]) -> int:
         return mask.shape[1]
     # from 5.24 on a mask of ones is taken away, and its length noted here
     return int(getattr(local.get("generation_config"), "_mask_length", -1))
-
-
-def _caches_latents(model_config: PretrainedConfig) -> bool:
-    """Whether the model's attention expands what it caches before it attends (multi-head latent attention)."""
-    return getattr(model_config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
 
 
 def _config_of_calling_model() -> PretrainedConfig | None:

@@ -11,6 +11,7 @@ Phases of a forward of `rows` new tokens that leaves `total` tokens: prefill on 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from oasis_cache.attend import attend_sparse, attend_streamed
 from oasis_cache.attention import KVView
 from oasis_cache.blocks import LayerShape, as_blocks, pack_kv
 from oasis_cache.index import BlockIndex, make_index
+from oasis_cache.latents import Expansion
 from oasis_cache.pool import WorkingSet
 from oasis_cache.residency import Residency
 from oasis_cache.runtime import Runtime
@@ -56,6 +58,7 @@ class OasisLayer(CacheLayerMixin):
         super().__init__()
         self.runtime = runtime
         self.config = runtime.config
+        self.stores_latents = False  # what the next first tokens are
         self.counters = LayerCounters()
         self.trace: list[StepTrace] = []
         self.residency: Residency | None = None
@@ -98,13 +101,18 @@ class OasisLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Fix the layer's sizes by the first tensors: [batch, kv_heads, tokens, dim] each."""
-        self.shape = LayerShape.of(key_states, value_states)
+        self.shape = LayerShape.of(key_states, value_states, self.stores_latents)
         self.counters.block_bytes = self.shape.block_bytes(self.config.block_size)
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
         """Tokens held, those of the current forward included once `update` returned."""
         return self.length + (self.pending[0].shape[2] if self.pending is not None else 0)
+
+    @property
+    def holds_latents(self) -> bool:
+        """Whether what the layer holds is to be expanded before attention (see `LayerShape.latent`)."""
+        return self.shape is not None and self.shape.latent
 
     def get_max_length(self) -> int:
         return -1
@@ -324,7 +332,7 @@ class OasisLayer(CacheLayerMixin):
     def _seal(self, kv: torch.Tensor) -> None:
         """Enter the next whole blocks [batch, kv_heads, blocks * block_size, kv_dim] in the store and the index."""
         blocks = as_blocks(kv, self.config.block_size)
-        keys = blocks[..., : self.shape.key_dim]
+        keys = blocks[..., : self.shape.query_dim]
         first = self.store.num_blocks
         try:
             by_kernel = blocks.shape[2] > 0 and kernels.uses_triton(kv.device) and self.store.device_readable
@@ -335,7 +343,7 @@ class OasisLayer(CacheLayerMixin):
                     by_kernel = False
             if by_kernel:
                 summaries = self.index.reserve(keys) if self.index.sealed_by_kernel else {}
-                kernels.seal_blocks(blocks, self.shape.key_dim, addresses, summaries, first)
+                kernels.seal_blocks(blocks, self.shape.query_dim, addresses, summaries, first)
                 if not summaries:
                     self.index.append(keys)
             else:
@@ -380,15 +388,21 @@ class OasisLayer(CacheLayerMixin):
         softcap: float | None,
         sinks: torch.Tensor | None,
         is_causal: bool,
+        expansion: Expansion | None = None,
     ) -> torch.Tensor:
         """Attention of the current forward's rows over this layer: query [batch, query_heads, rows, key_dim] ->
-        [batch, rows, query_heads, value_dim]."""
+        [batch, rows, query_heads, value_dim]. `expansion` is what a layer of latents is read by."""
         rows, total = query.shape[2], self.get_seq_length()
         mask = self.runtime.masks.normalise(attention_mask, rows, total, sliding_window, is_causal, query.device)
         if self.phase == "sparse" and not mask.causal:
             self._recount("streamed")
-        attend = attend_streamed if self.phase == "streamed" else attend_sparse
-        out = attend(self, query, mask, scaling, softcap, sinks)
+        if self.phase == "streamed":
+            expand = None if expansion is None else expansion.expand
+            out = attend_streamed(self, query, mask, scaling, softcap, sinks, expand)
+        elif expansion is None:
+            out = attend_sparse(self, query, mask, scaling, softcap, sinks)
+        else:
+            out = expansion.values_of(attend_sparse(self, expansion.absorb(query), mask, scaling, softcap, sinks))
         self._commit()
         return out.transpose(1, 2).contiguous()
 
@@ -515,14 +529,7 @@ class OasisLayer(CacheLayerMixin):
             self.residency.replace_tensors(slots)
             self.index.arrays = summaries
             self.store.select_rows(rows.cpu())
-        self.shape = LayerShape(
-            rows.numel(),
-            self.shape.kv_heads,
-            self.shape.key_dim,
-            self.shape.value_dim,
-            self.shape.dtype,
-            self.shape.device,
-        )
+        self.shape = dataclasses.replace(self.shape, batch=rows.numel())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Batch row i becomes the former row `beam_idx[i]` (int64 [batch])."""

@@ -40,6 +40,8 @@ from transformers import (
     WhisperConfig,
 )
 
+from tests import oracle
+
 TRANSFORMERS = Version(Version(transformers.__version__).base_version)
 CACHE_ARGUMENT = "cache" if Version("5.24") <= TRANSFORMERS else "past_key_values"
 VOCABULARY = 101
@@ -266,7 +268,10 @@ def from_config(config: PretrainedConfig, factory: Any, attention: str | None = 
         model = factory.from_config(config)
     for parameter_name, parameter in model.named_parameters():
         _draw(parameter_name, parameter, generator)
-    return model.float().eval().requires_grad_(False)
+    model = model.float().eval().requires_grad_(False)
+    if attention == oracle.NAME:
+        oracle.record_latents(model)
+    return model
 
 
 @functools.cache

@@ -182,7 +182,52 @@ def _attention_function(
     if layers is not None and module.layer_idx not in layers:
         config = None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    latents = vars(module).get(_LATENTS)
+    if config is not None and latents is not None:
+        return _latent_attention(module, query, *latents, attention_mask, config, scaling, blind_mean, margins), None
     return attention(query, key, value, attention_mask, config, scaling, softcap, s_aux, blind_mean, margins), None
+
+
+_LATENTS = "latents_of_oracle"
+
+
+def record_latents(model: torch.nn.Module) -> None:
+    """Let the modules of a model that expand latents (multi-head latent attention) note what they expand."""
+    for module in model.modules():
+        if hasattr(module, "expand_kv"):
+            module.expand_kv = _recording(module)
+
+
+def _recording(module: torch.nn.Module) -> Any:
+    def expand_kv(latents: torch.Tensor, rotary: torch.Tensor) -> Any:
+        vars(module)[_LATENTS] = latents, rotary
+        return type(module).expand_kv(module, latents, rotary)
+
+    return expand_kv
+
+
+def _latent_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    rotary: torch.Tensor,
+    mask: torch.Tensor | None,
+    config: OasisConfig,
+    scaling: float,
+    blind_mean: bool,
+    margins: list[float] | None,
+) -> torch.Tensor:
+    """The rules where keys and values are linear in latents [batch, 1, tokens, dim]: one KV head, and blocks of latents.
+
+    A query's product with a key is that of the query, taken through the transposed expansion, with both parts of the latent.
+    """
+    width = latents.shape[3]
+    unit = torch.eye(width + rotary.shape[3])[None, None]
+    keys, values = (part.double() for part in type(module).expand_kv(module, unit[..., :width], unit[..., width:]))
+    absorbed = query.double() @ keys.transpose(-1, -2)
+    whole = torch.cat([latents, rotary], dim=-1)
+    sums = attention(absorbed, whole, latents, mask, config, scaling, None, None, blind_mean, margins)
+    return torch.einsum("brhl,hlv->brhv", sums, values[0, :, :width]).to(query.dtype)
 
 
 @contextmanager

@@ -124,13 +124,14 @@ def sparse_attention(
     block_size: int = 16,
     window_start: int = 0,
     sliding_window: int | None = None,
+    value_columns: slice | None = None,
 ) -> torch.Tensor:
     """`reference.sparse_attention`, its first result only, in the queries' dtype."""
     inputs = (queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks)
     places = (block_of_slot, block_size, window_start, sliding_window)
-    ops = _attention_ops(queries, kv, key_dim)
+    ops = _attention_ops(queries, kv, key_dim, value_columns)
     if ops is None:
-        return torch_ops.sparse_attention(*inputs, *places)
+        return torch_ops.sparse_attention(*inputs, *places, value_columns)
     out: torch.Tensor = ops.sparse_attention(*inputs, *places)[0]
     return out
 
@@ -150,22 +151,26 @@ def sparse_attention_with_mass(
     window_start: int = 0,
     sliding_window: int | None = None,
     mass_block: int = 1,
+    value_columns: slice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`reference.sparse_attention`: out, log-sum-exp, and the mass that each `mass_block` tokens received."""
     inputs = (queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks)
     places = (block_of_slot, block_size, window_start, sliding_window)
-    ops = _attention_ops(queries, kv, key_dim, mass_block)
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    result = (reference if ops is None else ops).sparse_attention(*inputs, *places, mass_block)
+    ops = _attention_ops(queries, kv, key_dim, value_columns, mass_block)
+    if ops is None:
+        return reference.sparse_attention(*inputs, *places, mass_block, value_columns)
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = ops.sparse_attention(*inputs, *places, mass_block)
     return result
 
 
-def _attention_ops(queries: torch.Tensor, kv: torch.Tensor, key_dim: int, mass_block: int = 1) -> ModuleType | None:
+def _attention_ops(
+    queries: torch.Tensor, kv: torch.Tensor, key_dim: int, value_columns: slice | None, mass_block: int = 1
+) -> ModuleType | None:
     value_dim = kv.shape[3] - key_dim
     fits = max(key_dim, value_dim) <= MAX_DIM and queries.dtype in KERNEL_DTYPES and mass_block in MASS_BLOCKS
-    return _serving(
-        "sparse_attention", queries, fits, f"{queries.dtype}, widths {key_dim} and {value_dim}, mass of {mass_block}"
-    )
+    behind = value_columns is None or value_columns == slice(key_dim, kv.shape[3])
+    what = f"widths {key_dim} and {value_dim}, mass of {mass_block}" if behind else "values inside the keys"
+    return _serving("sparse_attention", queries, fits and behind, f"{queries.dtype}, {what}")
 
 
 def _score(

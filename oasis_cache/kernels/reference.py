@@ -286,6 +286,7 @@ def sparse_attention(
     window_start: int = 0,
     sliding_window: int | None = None,
     mass_block: int = 1,
+    value_columns: slice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of a decode step over the slots and the window behind them.
 
@@ -302,6 +303,7 @@ def sparse_attention(
         window_start: Position in the sequence of the first token behind the slots.
         sliding_window: A row sees its own and the `sliding_window` - 1 positions before; None: all.
         mass_block: Tokens whose mass is added up.
+        value_columns: The columns of kv that are the values; None: those behind the keys.
 
     Returns:
         out [batch, kv_heads, group * rows, value_dim] float32, lse [batch, kv_heads, group * rows] float32 (sinks not included),
@@ -317,7 +319,7 @@ def sparse_attention(
         if sliding_window is not None:
             own = positions[..., num_tokens - rows :].unsqueeze(-1)
             visible = visible & (positions.unsqueeze(2) > own - sliding_window)
-    keys, values = kv[..., :key_dim], kv[..., key_dim:]
+    keys, values = kv[..., :key_dim], kv[..., value_columns or slice(key_dim, None)]
     scores = queries.float() @ keys.transpose(-1, -2) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -25,12 +25,13 @@ def sparse_attention(
     block_size: int = 16,
     window_start: int = 0,
     sliding_window: int | None = None,
+    value_columns: slice | None = None,
 ) -> torch.Tensor:
     """`reference.sparse_attention` without log-sum-exp and mass: out [batch, kv_heads, group * rows, value_dim], queries' dtype."""
     if softcap is not None or sinks is not None or block_of_slot is not None or sliding_window is not None:
         out, _, _ = reference.sparse_attention(
             queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks, block_of_slot, block_size, window_start,
-            sliding_window,
+            sliding_window, value_columns=value_columns,
         )  # fmt: skip
         return out.to(queries.dtype)
     if rows > 1:
@@ -43,8 +44,9 @@ def sparse_attention(
             mask = mask.masked_fill(~causal, torch.finfo(mask.dtype).min)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(queries.dtype)
+    used = kv[:, :, :num_tokens]
     return torch.nn.functional.scaled_dot_product_attention(
-        queries, kv[:, :, :num_tokens, :key_dim], kv[:, :, :num_tokens, key_dim:], attn_mask=mask, scale=scaling
+        queries, used[..., :key_dim], used[..., value_columns or slice(key_dim, None)], attn_mask=mask, scale=scaling
     )
 
 

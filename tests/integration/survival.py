@@ -85,7 +85,7 @@ def assert_summaries(layer: OasisLayer) -> None:
     layer.crop(0)  # stores what a streamed forward left pending
     if layer.working_set is None:
         return
-    keys, _ = layer.dense_keys_and_values()
+    keys = layer.dense_kv()[..., : layer.shape.query_dim]
     sealed = layer.store.num_blocks
     blocks = as_blocks(keys[:, :, : sealed * layer.config.block_size], layer.config.block_size)
     for name, summary in layer.index.summarise(blocks).items():

@@ -148,7 +148,9 @@ def test_block_sizes_and_budgets(block_size, budget, sink_blocks, recent_blocks,
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one-row", "padded"])
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gemma2", "gpt-oss", "phi", "qwen3-moe", "qwen3-next"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "mistral", "gemma3", "gemma2", "gpt-oss", "phi", "qwen3-moe", "qwen3-next", "deepseek-v3"]
+)
 def test_architectures(name, padded):
     pads = (0, 9, 30) if padded else (0,)
     if name == "qwen3-next":  # its recurrent layers take one token a time behind the first ones

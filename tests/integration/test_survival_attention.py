@@ -145,7 +145,7 @@ def test_counters_prove_that_it_is_sparse(model):
 
 
 @case(71)
-@pytest.mark.parametrize("name", ["deepseek-v3", "mistral-window", "bloom"])
+@pytest.mark.parametrize("name", ["deepseek-v32", "mistral-window", "bloom"])
 def test_models_that_gain_nothing_say_so_once(name):
     model = models.build(name)
     with warnings.catch_warnings(record=True) as caught:
