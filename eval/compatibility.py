@@ -345,7 +345,6 @@ def reason(messages: tuple[str, ...]) -> str:
     """In a word or two, why a model is dense, by what the cache said."""
     text = " ".join(messages)
     for words, short in (
-        ("latents", "latents"),
         ("no full-attention layer", "no full attention"),
         ("outside of attention", "attention of its own"),
         ("does not know", "attention of its own"),

@@ -125,7 +125,7 @@ class Expansion:
     rotary_dim: int
 
     def expand(self, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[batch, 1, tokens, latent_dim] and [batch, 1, tokens, rotary_dim] -> keys and values [batch, query_heads, tokens, dim]."""
+        """[batch, 1, tokens, latent_dim] and [batch, 1, tokens, rotary_dim] -> keys, values [batch, query_heads, tokens, dim]."""
         keys, values = self.function(self.module, latents, rotary)
         return keys, values
 
@@ -189,7 +189,9 @@ class Expansion:
         if type(linear) is not torch.nn.Linear or type(linear.weight) is not torch.nn.Parameter:
             return None
         hooked = linear._forward_hooks or linear._forward_pre_hooks or "_hf_hook" in vars(linear)
-        return None if hooked or linear.bias is not None or linear.weight.device != device else linear
+        if hooked or linear.weight.device != device or getattr(linear, "bias", None) is not None:
+            return None
+        return linear
 
 
 def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
