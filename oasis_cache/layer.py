@@ -25,11 +25,11 @@ from oasis_cache.attention import KVView
 from oasis_cache.blocks import LayerShape, as_blocks, pack_kv
 from oasis_cache.index import BlockIndex, make_index
 from oasis_cache.latents import Expansion
+from oasis_cache.mixed_store import Store, make_store, slab_bytes_of_new
 from oasis_cache.pool import WorkingSet
 from oasis_cache.residency import Residency
 from oasis_cache.runtime import Runtime
 from oasis_cache.stats import LayerCounters, LayerStats, StepTrace
-from oasis_cache.store import HostStore, slab_sizes
 
 _T = TypeVar("_T")
 
@@ -76,7 +76,7 @@ class OasisLayer(CacheLayerMixin):
         self.dense: torch.Tensor | None = None  # [batch, kv_heads, capacity, kv_dim]
         self.residency = None
         self.index: BlockIndex | None = None
-        self.store: HostStore | None = None
+        self.store: Store | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.length = 0  # tokens stored, pending ones not counted
         self.phase = "prefill"
@@ -102,7 +102,7 @@ class OasisLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Fix the layer's sizes by the first tensors: [batch, kv_heads, tokens, dim] each."""
         self.shape = LayerShape.of(key_states, value_states, self.stores_latents)
-        self.counters.block_bytes = self.shape.block_bytes(self.config.block_size)
+        self.counters.block_bytes = self.counters.exact_block_bytes = self.shape.block_bytes(self.config.block_size)
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
@@ -255,7 +255,7 @@ class OasisLayer(CacheLayerMixin):
             blocks = max(blocks, (total - self.config.sparse_rows) // block_size)
         if self.store is not None:
             return self.store.bytes_to_append(blocks - self.store.num_blocks)
-        return sum(slab_sizes(shape.kv_heads * shape.block_bytes(block_size), shape.batch * blocks, 0))
+        return slab_bytes_of_new(shape, self.config, blocks)
 
     def _views(self) -> tuple[KVView, KVView]:
         sizes = (self.shape.batch, self.shape.kv_heads, self.get_seq_length())
@@ -326,7 +326,8 @@ class OasisLayer(CacheLayerMixin):
 
     def _open_pages(self) -> None:
         self.index = make_index(self.config.index)
-        self.store = HostStore(self.runtime.memory, self.shape, self.config.block_size)
+        self.store = make_store(self.runtime.memory, self.shape, self.config)
+        self.counters.block_bytes = self.store.block_bytes
         self.residency = Residency(self.runtime, self.shape, self.store, self.counters)
 
     def _seal(self, kv: torch.Tensor) -> None:
@@ -335,7 +336,7 @@ class OasisLayer(CacheLayerMixin):
         keys = blocks[..., : self.shape.query_dim]
         first = self.store.num_blocks
         try:
-            by_kernel = blocks.shape[2] > 0 and kernels.uses_triton(kv.device) and self.store.device_readable
+            by_kernel = blocks.shape[2] > 0 and kernels.uses_triton(kv.device) and self.store.sealed_by_kernel
             if by_kernel:
                 addresses = self.store.reserve(blocks.shape[2])
                 if not self.store.device_readable:  # the new pages could not be page-locked
@@ -353,7 +354,7 @@ class OasisLayer(CacheLayerMixin):
             self.store.truncate(first)
             self.index.truncate(first)
             raise
-        self.counters.bytes_written += blocks.numel() * blocks.element_size()
+        self.counters.bytes_written += self.store.range_bytes(first, self.store.num_blocks)
         if self.runtime.memory.pin_failure is not None:
             self.runtime.warn_once(self.runtime.memory.pin_failure)
 
@@ -413,9 +414,9 @@ class OasisLayer(CacheLayerMixin):
             blocks_at_a_time = max(1, step // self.config.block_size)
             window_block = self.working_set.window_start // self.config.block_size
             for block in range(0, window_block, blocks_at_a_time):
-                kv = self.store.read_range(block, min(block + blocks_at_a_time, window_block))
-                self.counters.bytes_streamed += kv.numel() * kv.element_size()
-                yield kv
+                stop = min(block + blocks_at_a_time, window_block)
+                self.counters.bytes_streamed += self.store.range_bytes(block, stop)
+                yield self.store.read_range(block, stop)
             if (
                 self.working_set.window_length
             ):  # no empty piece: torch's attention on the CPU divides by the number of keys

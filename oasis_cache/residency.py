@@ -8,10 +8,10 @@ import time
 import torch
 
 from oasis_cache.blocks import FetchPlan, LayerShape
+from oasis_cache.mixed_store import Store
 from oasis_cache.pool import WorkingSet
 from oasis_cache.runtime import Runtime
 from oasis_cache.stats import LayerCounters
-from oasis_cache.store import HostStore
 from oasis_cache.transfer import Transfer
 
 
@@ -27,7 +27,7 @@ class Residency:
         absent, missed: Of the last step, [batch, kv_heads]: wanted blocks that were in no slot; that were not prefetched either.
     """
 
-    def __init__(self, runtime: Runtime, shape: LayerShape, store: HostStore, counters: LayerCounters) -> None:
+    def __init__(self, runtime: Runtime, shape: LayerShape, store: Store, counters: LayerCounters) -> None:
         config = runtime.config
         self.runtime, self.config, self.store, self.counters = runtime, config, store, counters
         self.device = shape.device
@@ -88,7 +88,7 @@ class Residency:
                 sent = (plan.blocks.unsqueeze(-1) == self._late.blocks.unsqueeze(2)) & self._late.mask.unsqueeze(2)
                 self.counters.late += (sent.any(-1) & asked).sum()
         self._count(wanted, absent, missed)
-        self.counters.blocks_fetched += self.missed.sum()
+        self._count_fetched(plan, self.missed.sum())
         started = time.perf_counter()
         self.runtime.engine.fetch(plan, self.store, self.working_set.slots)
         self.counters.stall_seconds += time.perf_counter() - started
@@ -106,8 +106,14 @@ class Residency:
     def _send(self, plan: FetchPlan, target: torch.Tensor) -> None:
         count = plan.mask.sum()
         self.counters.prefetched += count
-        self.counters.blocks_fetched += count
+        self._count_fetched(plan, count)
         self.flying = self.runtime.engine.submit(plan, self.store, target)
+
+    def _count_fetched(self, plan: FetchPlan, count: torch.Tensor) -> None:
+        """Count the `count` blocks of a plan, which come from the host tier."""
+        self.counters.blocks_fetched += count
+        if self.store.num_exact:
+            self.counters.exact_blocks_fetched += (plan.mask & (plan.blocks < self.store.num_exact)).sum()
 
     def count_resident(self, wanted: torch.Tensor, num_blocks: int) -> None:
         """Count which of the wanted blocks [batch, kv_heads, count] are in slots, where none is fetched for this step."""

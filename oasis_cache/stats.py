@@ -22,6 +22,9 @@ class LayerCounters:
         blocks_read: Blocks that attention read, the recent ones of the window included.
         tokens_read_max: Most tokens, the unsealed tail aside, that one KV head's attention read in one sparse step.
         misses: Selected blocks that were not resident when attention asked.
+        blocks_fetched: Blocks of single KV heads that came from the host tier into slots or the staging area.
+        exact_blocks_fetched: The part of them that `tier_dtype` keeps in full precision.
+        block_bytes, exact_block_bytes: Bytes that such a block takes in the host tier, and in full precision.
         bytes_fetched, bytes_written: Bytes moved from and to the host tier.
         stall_seconds: Time spent waiting for blocks.
     """
@@ -38,14 +41,18 @@ class LayerCounters:
     late: torch.Tensor | int = 0
     dropped: int = 0
     blocks_fetched: torch.Tensor | int = 0
+    exact_blocks_fetched: torch.Tensor | int = 0
     block_bytes: int = 0
+    exact_block_bytes: int = 0
     bytes_streamed: int = 0
     bytes_written: int = 0
     stall_seconds: float = 0.0
 
     @property
     def bytes_fetched(self) -> int:
-        return int(self.blocks_fetched) * self.block_bytes + self.bytes_streamed
+        exact = int(self.exact_blocks_fetched)
+        encoded = int(self.blocks_fetched) - exact
+        return encoded * self.block_bytes + exact * self.exact_block_bytes + self.bytes_streamed
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The host tier: complete KV of one layer in refcounted, immutable pages carved from slabs.
 
-A *page* holds one block of one batch row, all KV heads: [kv_heads, block_size, kv_dim]. Pages are written once and never
+A *page* holds one block of one batch row, all KV heads, in a format that formats.py knows. Pages are written once and never
 changed, so copies of a cache, beams and repeated rows share them: every batch operation only permutes the page table.
 """
 
@@ -16,6 +16,7 @@ import torch
 
 from oasis_cache import kernels
 from oasis_cache.blocks import FetchPlan, LayerShape
+from oasis_cache.formats import PageFormat, PlainFormat
 
 
 def available_host_bytes() -> int:
@@ -230,11 +231,16 @@ class PageAllocator:
 class HostStore:
     """All sealed blocks of one layer: a page table over shared pages. The interface that every tier offers."""
 
-    def __init__(self, memory: HostMemory, shape: LayerShape, block_size: int) -> None:
+    num_exact = 0  # first blocks that are kept in another format than the rest (see mixed_store.py)
+
+    def __init__(
+        self, memory: HostMemory, shape: LayerShape, block_size: int, page_format: PageFormat | None = None
+    ) -> None:
         self.shape = shape
         self.block_size = block_size
+        self.format = PlainFormat(shape, block_size) if page_format is None else page_format
         self.pages = PageAllocator(
-            memory, (shape.kv_heads, block_size, shape.kv_dim), shape.dtype, shape.device.type == "cuda", shape.device
+            memory, self.format.page_shape, self.format.page_dtype, shape.device.type == "cuda", shape.device
         )
         self._slab_ids = torch.empty(shape.batch, 0, dtype=torch.int64)  # [batch, capacity]
         self._offsets = torch.empty(shape.batch, 0, dtype=torch.int64)
@@ -243,12 +249,8 @@ class HostStore:
 
     def __deepcopy__(self, memo: dict) -> HostStore:
         copy = object.__new__(HostStore)
-        copy.shape, copy.block_size, copy.pages, copy.num_blocks = (
-            self.shape,
-            self.block_size,
-            self.pages,
-            self.num_blocks,
-        )
+        copy.shape, copy.block_size, copy.format = self.shape, self.block_size, self.format
+        copy.pages, copy.num_blocks = self.pages, self.num_blocks
         copy._slab_ids, copy._offsets = self._slab_ids.clone(), self._offsets.clone()
         copy._addresses = self._addresses.clone()
         self.pages.share(*self._table())
@@ -268,7 +270,16 @@ class HostStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages this table points to; pages shared by several rows or copies count once per reference."""
-        return self.batch * self.num_blocks * self.pages.page_bytes
+        return self.range_bytes(0, self.num_blocks)
+
+    def range_bytes(self, start: int, stop: int) -> int:
+        """Bytes that hold blocks start..stop of all rows, and travel when they are read."""
+        return self.batch * (stop - start) * self.format.page_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that travel when a block of one KV head is fetched, from number `num_exact` on."""
+        return self.format.block_bytes
 
     def bytes_to_append(self, num_blocks: int) -> int:
         """Bytes of new slabs that appending `num_blocks` blocks would reserve."""
@@ -280,8 +291,13 @@ class HostStore:
         return self.shape.device.type == "cpu" or self.pages.memory.pin_failure is None
 
     @property
+    def sealed_by_kernel(self) -> bool:
+        """Whether `kernels.seal_blocks` may write the pages, on a device that has kernels."""
+        return self.format.sealed_by_kernel and self.device_readable
+
+    @property
     def addresses(self) -> torch.Tensor:
-        """[batch, num_blocks] int64 on the layer's device: where each block's page [kv_heads, block_size, kv_dim] begins.
+        """[batch, num_blocks] int64 on the layer's device: where each block's page begins (see `PageFormat`).
 
         Pages are immutable and stay where they are until `truncate` or the store's end.
         """
@@ -309,13 +325,17 @@ class HostStore:
         assert batch == self.batch, f"{batch} rows of blocks for a table of {self.batch}"
         if count == 0:
             return 0
-        self.reserve(count)
+        pages = self.format.encode(kv)
+        addresses = self.reserve(count)
         new = slice(self.num_blocks - count, self.num_blocks)
+        if kernels.uses_triton(kv.device) and self.device_readable:
+            self.format.write(pages, addresses)
+            return self.range_bytes(new.start, new.stop)
         slab_ids, offsets = self._slab_ids[:, new].flatten(), self._offsets[:, new].flatten()
-        rows = kv.transpose(1, 2).reshape(batch * count, *self.pages.page_shape)
+        rows = pages.transpose(1, 2).reshape(batch * count, *self.pages.page_shape)
         for number, where in _runs(slab_ids):
             self._write(self.pages.slabs[number], offsets[where], rows[where])
-        return rows.numel() * rows.element_size()
+        return self.range_bytes(new.start, new.stop)
 
     @staticmethod
     def _write(slab: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
@@ -339,8 +359,7 @@ class HostStore:
         Args:
             addresses: What `addresses` was when the plan was made.
         """
-        copy = kernels.gather_blocks if self.device_readable else kernels.gather_blocks_by_host
-        copy(plan.blocks, plan.slots, plan.mask, addresses, target)
+        self.format.gather(plan, addresses, target, by_host=not self.device_readable)
 
     def read_range(self, start: int, stop: int) -> torch.Tensor:
         """Blocks start..stop of all rows, on the layer's device: [batch, kv_heads, (stop - start) * block_size, kv_dim]."""
@@ -352,10 +371,10 @@ class HostStore:
             self.gather(plan, self.addresses, out.unflatten(2, (stop - start, self.block_size)))
             return out
         slab_ids, offsets = self._slab_ids[:, start:stop].flatten(), self._offsets[:, start:stop].flatten()
-        pages = torch.empty(slab_ids.numel(), *self.pages.page_shape, dtype=self.shape.dtype)
+        pages = torch.empty(slab_ids.numel(), *self.pages.page_shape, dtype=self.format.page_dtype)
         for number, where in _runs(slab_ids):
             pages[where] = self.pages.slabs[number][offsets[where]]
-        return pages.view(self.batch, stop - start, *self.pages.page_shape).transpose(1, 2).reshape(sizes)
+        return self.format.decode(pages).unflatten(0, (self.batch, stop - start)).transpose(1, 2).reshape(sizes)
 
     def truncate(self, num_blocks: int) -> None:
         """Forget the blocks from number `num_blocks` on."""

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from oasis_cache.blocks import FetchPlan
-from oasis_cache.store import HostStore
+from oasis_cache.mixed_store import Store
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Transfer:
 
     plan: FetchPlan
     target: torch.Tensor
-    store: HostStore
+    store: Store
     addresses: torch.Tensor
     event: Any = None
     landed: bool = False
@@ -106,13 +106,13 @@ class TransferEngine:
         """Whether copies into a device's tensors run beside its computation, so that prefetching can pay."""
         return self.streams.runs_beside(device)
 
-    def submit(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> Transfer:
+    def submit(self, plan: FetchPlan, store: Store, target: torch.Tensor) -> Transfer:
         """Begin a transfer into `target`; its entries must not be read before `wait`."""
         transfer = Transfer(plan, target, store, store.addresses)
         transfer.event = self.streams.issue(transfer)
         return transfer
 
-    def fetch(self, plan: FetchPlan, store: HostStore, target: torch.Tensor) -> None:
+    def fetch(self, plan: FetchPlan, store: Store, target: torch.Tensor) -> None:
         """Transfer what the computation needs next: the entries may be read on return."""
         self.streams.now(Transfer(plan, target, store, store.addresses))
 

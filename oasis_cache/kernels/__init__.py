@@ -18,18 +18,25 @@ from types import ModuleType
 
 import torch
 
-from oasis_cache.kernels import reference, torch_ops
+from oasis_cache.kernels import encoding, reference, torch_ops
+from oasis_cache.kernels.encoding import Encoding, decode, encode
+from oasis_cache.kernels.encoding import gather_encoded as gather_encoded_by_host
 from oasis_cache.kernels.limits import KERNEL_DTYPES, MASS_BLOCKS, MAX_DIM, MAX_SLOTS
 from oasis_cache.kernels.torch_ops import attention
 from oasis_cache.kernels.torch_ops import gather_blocks as gather_blocks_by_host
 
 __all__ = [
+    "Encoding",
     "attention",
+    "decode",
     "delta_select",
+    "encode",
     "exchange_blocks",
     "fallbacks",
     "gather_blocks",
     "gather_blocks_by_host",
+    "gather_encoded",
+    "gather_encoded_by_host",
     "interpreted",
     "numba_for",
     "score_int1",
@@ -39,6 +46,7 @@ __all__ = [
     "sparse_attention",
     "sparse_attention_with_mass",
     "uses_triton",
+    "write_pages",
 ]
 
 fallbacks: Counter[str] = Counter()  # calls, by operation, that PyTorch served on a device that has kernels
@@ -289,3 +297,25 @@ def seal_blocks(
     fits = kv.dtype in KERNEL_DTYPES and kv.shape[3] <= MAX_DIM
     ops = _serving("seal_blocks", kv, fits, f"{kv.dtype}, blocks of {kv.shape[3]}")
     (reference if ops is None else ops).seal_blocks(kv, key_dim, addresses, summaries, first_block)
+
+
+def gather_encoded(
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    mask: torch.Tensor,
+    addresses: torch.Tensor,
+    target: torch.Tensor,
+    how: Encoding,
+) -> None:
+    """`encoding.gather_encoded`: decode planned blocks from host pages into slots."""
+    arguments = (blocks, slots, mask, addresses, target, how)
+    fits = target.dtype in KERNEL_DTYPES and how.block_size <= MAX_DIM
+    ops = _serving("gather_encoded", target, fits, f"{target.dtype}, blocks of {how.block_size}")
+    if ops is None and numba_for(target.device) is not None and target.dtype in (torch.float32, torch.bfloat16):
+        ops = importlib.import_module("oasis_cache.kernels.numba_encoding")
+    (ops or encoding).gather_encoded(*arguments)
+
+
+def write_pages(pages: torch.Tensor, addresses: torch.Tensor) -> None:
+    """`encoding.write_pages`: write encoded blocks to their host pages."""
+    (_serving("write_pages", pages, True, "") or encoding).write_pages(pages, addresses)

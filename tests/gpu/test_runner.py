@@ -205,7 +205,9 @@ def test_the_sanitizer_sees_every_kernel(monkeypatch):
     monkeypatch.setattr(launch, "start", remember)
     with kernels.interpreted():
         sanitize.run(torch.device("cpu"))
-    assert started == {"attend", "merge", "packed", "minmax", "rank", "delta", "exchange", "gather", "swap", "seal"}
+    assert started == {
+        "attend", "merge", "packed", "minmax", "rank", "delta", "exchange", "gather", "gather_encoded", "swap", "seal", "write",
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -25,6 +25,9 @@ CONFIGS = [
     {"index": "recency"},
     {"lookahead": "previous", "max_fetch": 2},
     {"on_miss": "skip"},
+    {"tier_dtype": "int8", "batch": 2},
+    {"tier_dtype": "int4", "on_miss": "skip"},
+    {"tier_dtype": "fp8", "sink_blocks": 0, "index": "minmax"},
 ]
 ROWS = [1] * 6 + [3, 1, 4, 1, 1]  # a block is sealed among them
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from oasis_cache.kernels import triton_ops
+from oasis_cache.kernels.encoding import ENCODINGS, Encoding
 from oasis_cache.kernels.limits import MAX_SLOTS
 from oasis_cache.kernels.triton_ops.score_minmax import TILE_BLOCKS as MINMAX_BLOCKS
 from oasis_cache.kernels.triton_ops.score_minmax import TILE_ROWS as MINMAX_ROWS
@@ -167,6 +168,20 @@ def movement_configurations() -> list[Configuration]:
             found.append(Configuration(f"gather {name}", call, main=True))
             call = lambda p=places, t=target, b=buffer: triton_ops.swap_blocks(*p, b, t)  # noqa: E731
             found.append(Configuration(f"swap {name}", call, main=True))
+    for encoding_name in ENCODINGS:
+        for block_size, kv_dim, dtype in (
+            (16, 256, torch.bfloat16), (16, 128, torch.float16), (16, 576, torch.float32), (5, 7, torch.bfloat16),
+            (256, 512, torch.bfloat16),
+        ):  # fmt: skip
+            how = Encoding(encoding_name, block_size, kv_dim)
+            target = meta(BATCH, KV_HEADS, NUM_SLOTS, block_size, kv_dim, dtype=dtype)
+            plan = [meta(BATCH, KV_HEADS, 6, dtype=kind) for kind in (torch.int64, torch.int64, torch.bool)]
+            pages = meta(BATCH, KV_HEADS, 3, how.num_bytes, dtype=torch.uint8)
+            name = f"{encoding_name} {dtype} blocks of {block_size}x{kv_dim}".replace("torch.", "")
+            call = lambda p=plan, t=target, h=how: triton_ops.gather_encoded(*p, addresses, t, h)  # noqa: E731
+            found.append(Configuration(f"gather encoded {name}", call, main=block_size == 16))
+            call = lambda p=pages: triton_ops.write_pages(p, addresses[:, :3])  # noqa: E731
+            found.append(Configuration(f"write {name}", call, main=kv_dim == 256))
     for dim, block_size, dtype in (
         (128, 16, torch.bfloat16), (64, 16, torch.float16), (256, 16, torch.float32), (80, 12, torch.bfloat16),
         (256, 256, torch.bfloat16),

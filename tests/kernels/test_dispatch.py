@@ -12,6 +12,7 @@ import triton
 
 from oasis_cache import kernels
 from oasis_cache.kernels import reference, triton_ops
+from oasis_cache.kernels.encoding import Encoding
 from oasis_cache.kernels.limits import MASS_BLOCKS, MAX_DIM, MAX_SLOTS
 from tests.kernels.comparing import relative_error
 from tests.kernels.recording import meta, record
@@ -73,16 +74,18 @@ def test_every_operation_takes_its_kernel_inside_the_switch(served):
             wanted, wanted, mask, wanted, wanted.clone(), wanted.clone(), 2, target[:, :, :3].clone(), target
         )
         kernels.seal_blocks(target[:, :, :0], 64, addresses[:, :0], {}, 0)
+        kernels.gather_encoded(wanted, wanted, mask, addresses, target, kernels.Encoding("int4", 16, 128))
+        kernels.write_pages(torch.zeros(1, 2, 0, 16, dtype=torch.uint8), addresses[:, :0])
     assert served == [
         "sparse_attention", "sparse_attention", "score_int2", "score_int1", "score_minmax", "delta_select", "gather_blocks",
-        "exchange_blocks", "seal_blocks",
+        "exchange_blocks", "seal_blocks", "gather_encoded", "write_pages",
     ]  # fmt: skip
     assert torch.equal(out, out_too)
     want = reference.sparse_attention(*inputs, mass_block=4)
     assert all(relative_error(got, expected) < 1e-5 for got, expected in zip((out, lse, mass), want, strict=True))
     assert tables[0].tolist() == [[[0, 1, 2, -1]] * 2]
     kernels.sparse_attention(*inputs)
-    assert len(served) == 9
+    assert len(served) == 11
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -113,6 +116,12 @@ def test_kernels_take_all_that_dispatch_sends_them(device):
     assert record(lambda: triton_ops.score_int2(queries, codes, bounds, bounds, 4, 1.0))
     assert record(lambda: triton_ops.delta_select(table, table, table, 10**6, MAX_SLOTS, 1))
     assert record(lambda: triton_ops.seal_blocks(block, 4, address, {}, 0))
+    how = Encoding("int8", MAX_DIM, 8)
+    assert record(
+        lambda: triton_ops.gather_encoded(
+            address[None], address[None], meta(1, 1, 1, dtype=torch.bool), address, block, how
+        )
+    )
 
 
 def test_importing_the_library_does_not_import_triton_or_need_it():

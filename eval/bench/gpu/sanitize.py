@@ -8,6 +8,7 @@ import torch
 
 from oasis_cache import OasisCache, kernels
 from oasis_cache.kernels import reference
+from oasis_cache.kernels.encoding import ENCODINGS, Encoding
 
 HEADS, GROUP, DIM, BLOCK, BLOCKS, SLOTS = 2, 2, 64, 16, 20, 6
 
@@ -30,12 +31,16 @@ def run(device: torch.device) -> None:
     kernels.seal_blocks(kv, DIM, addresses, {}, 0)
     slots = torch.zeros(1, HEADS, SLOTS, BLOCK, 2 * DIM, device=device)
     kernels.gather_blocks(*plan, addresses, slots)
+    for name in ENCODINGS:
+        how = Encoding(name, BLOCK, 2 * DIM)
+        kernels.write_pages(kernels.encode(kv, how), addresses)
+        kernels.gather_encoded(*plan, addresses, slots, how)
     evicted = torch.full_like(plan[0], BLOCKS - 1)
     held, entered = plan[0][:, :, :3].contiguous(), torch.zeros(1, HEADS, 3, dtype=torch.int64, device=device)
     kernels.exchange_blocks(*plan, evicted, held, entered, 2, kv[:, :, :3].contiguous(), slots)
     tokens = SLOTS * BLOCK
     kernels.sparse_attention_with_mass(queries, slots.flatten(2, 3), DIM, tokens, 1, scaling, mass_block=BLOCK)
-    for options in ({}, {"on_miss": "skip"}):
+    for options in ({}, {"on_miss": "skip"}, {"tier_dtype": "int8"}):
         with OasisCache(budget=128, recent_blocks=1, sparse_rows=4, **options) as cache:
             for rows in (300, 1, 1, 2):
                 new, query = (torch.randn(1, heads, rows, DIM, device=device) for heads in (HEADS, HEADS * GROUP))

@@ -4,6 +4,7 @@ On CPU tensors they run in Triton's interpreter, if TRITON_INTERPRET=1 was set b
 """
 
 from oasis_cache.kernels.triton_ops.delta_select import delta_select
+from oasis_cache.kernels.triton_ops.encoded_pages import gather_encoded, write_pages
 from oasis_cache.kernels.triton_ops.exchange_blocks import exchange_blocks, plan_exchange
 from oasis_cache.kernels.triton_ops.gather_blocks import gather_blocks, swap_blocks
 from oasis_cache.kernels.triton_ops.score_minmax import score_minmax
@@ -15,6 +16,7 @@ __all__ = [
     "delta_select",
     "exchange_blocks",
     "gather_blocks",
+    "gather_encoded",
     "plan_exchange",
     "score_int1",
     "score_int2",
@@ -22,4 +24,5 @@ __all__ = [
     "seal_blocks",
     "sparse_attention",
     "swap_blocks",
+    "write_pages",
 ]

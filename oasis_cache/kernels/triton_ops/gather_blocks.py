@@ -122,7 +122,8 @@ def _plan_arguments(
     }
 
 
-def _check_plan(blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, target: torch.Tensor) -> None:
+def check_plan(blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise `ValueError` unless a plan and its target have the shapes, dtypes and layout of `gather_blocks`."""
     if target.dim() != 5:
         raise ValueError(
             f"target has shape {tuple(target.shape)}; expected [batch, kv_heads, slots, block_size, kv_dim]"
@@ -166,7 +167,7 @@ def gather_blocks(
         ValueError: A shape, dtype or layout is none of these.
     """
     check_devices(blocks=blocks, slots=slots, mask=mask, addresses=addresses, target=target)
-    _check_plan(blocks, slots, mask, target)
+    check_plan(blocks, slots, mask, target)
     check_shape("addresses", addresses, (target.shape[0], None))
     if addresses.dtype != torch.int64 or addresses.stride(1) != 1:
         raise ValueError(
