@@ -46,9 +46,9 @@ def attend_sparse(
     visible = mask.visible_tokens(working_set.window_start)
     if visible is not None:
         visible = visible.expand(batch, -1).unflatten(1, (num_blocks, config.block_size))
-    scores = score_blocks(
-        index, queries, group, num_blocks, scaling, visible, layer.runtime.roles_of(batch, rows, query.device)
-    )
+    roles = layer.runtime.roles_of(batch, rows, query.device)
+    bias = mask.block_bias(num_blocks, config.block_size, shape.kv_heads)
+    scores = score_blocks(index, queries, group, num_blocks, scaling, visible, roles, bias)
 
     def choose(ranking: torch.Tensor) -> torch.Tensor:
         return choose_blocks(ranking, config.num_slots, config.sink_blocks, scores.first_block)

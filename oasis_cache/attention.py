@@ -30,10 +30,10 @@ _PLAIN_EAGER_NAMES = frozenset(
     "shape size sinks reshape expand cat max values tanh head_dim scaling".split()
 )
 _PLAIN_EAGER_ARGUMENTS = frozenset(
-    "module query key value attention_mask scaling dropout softcap s_aux sliding_window kwargs is_causal".split()
+    "module query key value attention_mask scaling dropout softcap s_aux sliding_window kwargs is_causal position_bias".split()
 )
 # Arguments that change what attention computes and that only the model's own function can honour.
-_DENSE_ONLY_ARGUMENTS = ("head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "position_bias")
+_DENSE_ONLY_ARGUMENTS = ("head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "block_table")
 
 
 class KVView(torch.Tensor):
@@ -98,8 +98,10 @@ def plain_eager(function: Callable) -> bool:
     return set(code.co_names) <= _PLAIN_EAGER_NAMES and set(arguments) <= _PLAIN_EAGER_ARGUMENTS
 
 
-def refusal(original: Callable, module: torch.nn.Module, arguments: dict[str, Any]) -> str | None:
-    """Why this call cannot be computed from a view, in words, or None if it can."""
+def refusal(
+    original: Callable, module: torch.nn.Module, arguments: dict[str, Any], rows: int, tokens: int
+) -> str | None:
+    """Why this call of `rows` new tokens on `tokens` cannot be computed from a view, in words, or None if it can."""
     name = getattr(original, "__name__", repr(original))
     if original not in (sdpa_attention_forward, flash_attention_forward, flex_attention_forward):
         if name != "eager_attention_forward" or not plain_eager(original):
@@ -112,6 +114,9 @@ def refusal(original: Callable, module: torch.nn.Module, arguments: dict[str, An
     for argument in _DENSE_ONLY_ARGUMENTS:
         if arguments.get(argument) is not None:
             return f"attention argument {argument}"
+    bias = arguments.get("position_bias")
+    if bias is not None and (original is flash_attention_forward or tuple(bias.shape[2:]) != (rows, tokens)):
+        return f"a position bias of shape {tuple(bias.shape)}"
     return None
 
 
@@ -157,7 +162,7 @@ def _dispatch_view_eagerly(
     if module.training and torch.is_grad_enabled():
         raise ValueError("OasisCache does not carry gradients: call model.eval(), or train with use_cache=False")
     arguments = {**dict(zip(("scaling", "dropout"), args, strict=False)), **kwargs}
-    cause = refusal(original, module, arguments)
+    cause = refusal(original, module, arguments, query.shape[2], key.shape[2])
     if cause is None and not (isinstance(value, KVView) and value.layer is key.layer):
         cause = "keys and values of different layers"
     if cause is None and key.layer.holds_latents and key.expansion is None:
@@ -179,6 +184,7 @@ def _dispatch_view_eagerly(
         sinks=arguments.get("s_aux"),
         is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
         expansion=key.expansion,
+        position_bias=arguments.get("position_bias"),
     )
     return out, None
 

@@ -390,11 +390,18 @@ class OasisLayer(CacheLayerMixin):
         sinks: torch.Tensor | None,
         is_causal: bool,
         expansion: Expansion | None = None,
+        position_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of the current forward's rows over this layer: query [batch, query_heads, rows, key_dim] ->
-        [batch, rows, query_heads, value_dim]. `expansion` is what a layer of latents is read by."""
+        [batch, rows, query_heads, value_dim].
+
+        `expansion` is what a layer of latents is read by; `position_bias`, [batch or 1, query_heads or 1, rows, tokens], is added
+        to the scores.
+        """
         rows, total = query.shape[2], self.get_seq_length()
         mask = self.runtime.masks.normalise(attention_mask, rows, total, sliding_window, is_causal, query.device)
+        if position_bias is not None:
+            mask = mask.biased(position_bias)
         if self.phase == "sparse" and not mask.causal:
             self._recount("streamed")
         if self.phase == "streamed":

@@ -20,14 +20,36 @@ class AttentionMask:
     Attributes:
         values: [batch or 1, query_heads or 1, rows, total tokens], bool (True: visible) or additive; None: all past tokens.
         causal: Whether no row sees newer tokens than its own (already part of `values` where those are given).
+        bias: [batch or 1, query_heads or 1, rows, total tokens], what is added to the scores by position; part of `values` too.
     """
 
     values: torch.Tensor | None
     causal: bool = True
+    bias: torch.Tensor | None = None
 
     @property
     def per_head(self) -> bool:
         return self.values is not None and self.values.shape[1] > 1
+
+    def biased(self, bias: torch.Tensor) -> AttentionMask:
+        """The same with a bias [batch or 1, query_heads or 1, rows, total tokens] on the scores."""
+        values, (rows, total) = self.values, bias.shape[2:]
+        if values is None and self.causal and rows > 1:
+            values = causal_rows(rows, total, bias.device)
+        if values is None:
+            values = bias
+        elif values.dtype == torch.bool:
+            values = torch.where(values, bias, torch.finfo(bias.dtype).min)
+        else:
+            values = values + bias
+        return AttentionMask(values, self.causal, bias)
+
+    def block_bias(self, num_blocks: int, block_size: int, kv_heads: int) -> torch.Tensor | None:
+        """Mean bias of the first blocks, [batch or 1, kv_heads or 1, group * rows or rows, num_blocks] float32, or None."""
+        if self.bias is None:
+            return None
+        blocks = self.bias[..., : num_blocks * block_size].float().unflatten(-1, (num_blocks, block_size)).mean(-1)
+        return blocks.unflatten(1, (kv_heads, -1)).flatten(2, 3) if blocks.shape[1] > 1 else blocks
 
     def columns(self, start: int, stop: int, kv_heads: int) -> torch.Tensor | None:
         """Columns start..stop as [batch or 1, kv_heads or 1, group * rows or rows, stop - start], or None."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from oasis_cache.index import BlockIndex
+from oasis_cache.kernels import reference
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def score_blocks(
     scaling: float,
     visible: torch.Tensor | None = None,
     roles: RowRoles | None = None,
+    bias: torch.Tensor | None = None,
 ) -> BlockScores:
     """Score the blocks before the window.
 
@@ -70,8 +72,15 @@ def score_blocks(
         group: Query heads per KV head.
         num_blocks: Blocks before the window, the candidates.
         visible: [batch, num_blocks, block_size] bool, False for padding; None: all tokens are real.
+        bias: [batch or 1, kv_heads or 1, group * rows or rows, num_blocks], what the scores of a block's tokens are raised by.
     """
     rows, best, log_mass = index.score(queries, group, num_blocks, scaling, visible)
+    if bias is not None:
+        if bias.shape[2] != log_mass.shape[2]:
+            bias = bias.repeat(1, 1, group, 1)
+        log_mass = log_mass + bias
+        rows = reference.rank_rows(log_mass, group)
+        best = rows.amax(2)
     first_block = None if visible is None else visible.any(-1).to(torch.uint8).argmax(-1)
     if roles is None:
         return BlockScores(rows, best, best, log_mass, first_block)

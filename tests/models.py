@@ -275,8 +275,8 @@ def from_config(config: PretrainedConfig, factory: Any, attention: str | None = 
 
 
 @functools.cache
-def build_encoder_decoder(name: str) -> PreTrainedModel:
-    """A tiny T5 or Whisper ("t5", "whisper")."""
+def build_encoder_decoder(name: str, attention: str | None = None) -> PreTrainedModel:
+    """A tiny T5 or Whisper ("t5", "whisper"), with an attention implementation (None: its own default)."""
     special = {"pad_token_id": PADDING, "decoder_start_token_id": 1, "eos_token_id": None, "bos_token_id": 1}
     if name == "t5":
         config = T5Config(
@@ -289,7 +289,7 @@ def build_encoder_decoder(name: str) -> PreTrainedModel:
             num_heads=4,
             **special,
         )
-        return from_config(config, transformers.AutoModelForSeq2SeqLM)
+        return from_config(config, transformers.AutoModelForSeq2SeqLM, attention)
     assert name == "whisper"
     config = WhisperConfig(
         vocab_size=VOCABULARY,
@@ -307,7 +307,7 @@ def build_encoder_decoder(name: str) -> PreTrainedModel:
         suppress_tokens=None,
         **special,
     )
-    return from_config(config, transformers.AutoModelForSpeechSeq2Seq)
+    return from_config(config, transformers.AutoModelForSpeechSeq2Seq, attention)
 
 
 IMAGE_TOKEN, VISION_START, VISION_END, VIDEO_TOKEN = 97, 98, 99, 100

@@ -44,7 +44,13 @@ def is_sparse(config: OasisConfig, past: int, rows: int) -> bool:
 
 
 def tokens_read(
-    queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, rows: int, scaling: float, config: OasisConfig
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    visible: torch.Tensor,
+    rows: int,
+    scaling: float,
+    config: OasisConfig,
+    bias: torch.Tensor | None = None,
 ) -> tuple[list[int], float]:
     """Positions of the tokens that a sparse forward reads for one batch row and KV head.
 
@@ -52,6 +58,7 @@ def tokens_read(
         queries: [group, rows, key_dim] float64.
         keys: [tokens, key_dim], as they were cached.
         visible: [tokens] bool, whether some row may see a token.
+        bias: [group, rows, tokens] by which positions raise the scores: a block's by the mean over its tokens.
 
     Returns:
         The positions, and by how much the worst block chosen beats the best one left out (a choice by less than rounding may
@@ -64,6 +71,8 @@ def tokens_read(
     blocks = keys[: candidates * size].unflatten(0, (candidates, size))
     real = visible[: candidates * size].unflatten(0, (candidates, size))
     log_mass = _log_mass(config.index, queries, blocks, real, scaling)
+    if bias is not None:
+        log_mass = log_mass + bias[..., : candidates * size].unflatten(-1, (candidates, size)).mean(-1)
     share = log_mass.softmax(-1).nan_to_num(0.0)
     scores = [0.0] * candidates
     for block in range(candidates):
@@ -117,6 +126,8 @@ def attention(
     sinks: torch.Tensor | None = None,
     blind_mean: bool = False,
     margins: list[float] | None = None,
+    position_bias: torch.Tensor | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
     """Attention by the rules; with `config` None, over everything.
 
@@ -127,6 +138,8 @@ def attention(
         blind_mean: Rows of padding, which see nothing, get the mean of all values (transformers' eager attention), not zeros (its
             sdpa). Their keys lie in blocks with real ones, so an index that takes a block's range notices.
         margins: Takes the margin of each choice, if given.
+        position_bias: [batch or 1, query_heads, rows, tokens], added to the scores.
+        causal: Whether rows see each other causally (encoders and cross attention: all see all).
 
     Returns:
         [batch, rows, query_heads, value_dim] of query's dtype.
@@ -134,13 +147,17 @@ def attention(
     batch, heads, rows, _ = query.shape
     kv_heads, total = keys.shape[1:3]
     group = heads // kv_heads
-    allowed = torch.ones(rows, total, dtype=torch.bool).tril(total - rows).expand(batch, heads, rows, total)
+    allowed = torch.ones(rows, total, dtype=torch.bool)
+    allowed = (allowed.tril(total - rows) if causal else allowed).expand(batch, heads, rows, total)
+    by_position = None if position_bias is None else position_bias.double().expand(batch, heads, rows, total)
     bias = torch.zeros(batch, heads, rows, total, dtype=torch.float64)
     if mask is not None:
         mask = mask[..., :total]
         allowed = allowed & (mask if mask.dtype == torch.bool else mask > -1e30)
         if mask.dtype != torch.bool:
             bias = bias + torch.where(mask > -1e30, mask.double(), 0.0)
+    if by_position is not None:
+        bias = bias + by_position
     out = torch.zeros(batch, rows, heads, values.shape[-1], dtype=torch.float64)
     sparse = config is not None and is_sparse(config, total - rows, rows)
     for b in range(batch):
@@ -150,7 +167,8 @@ def attention(
             if sparse:
                 visible = allowed[b].flatten(0, 1).any(0)
                 queries = query[b, members.start : members.stop].double()
-                read, margin = tokens_read(queries, keys[b, kv_head], visible, rows, scaling, config)
+                raised = None if by_position is None else by_position[b, members.start : members.stop]
+                read, margin = tokens_read(queries, keys[b, kv_head], visible, rows, scaling, config, raised)
                 if margins is not None:
                     margins.append(margin)
             k, v = keys[b, kv_head, read].double(), values[b, kv_head, read].double()
@@ -175,17 +193,20 @@ def _attention_function(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     assert _rules is not None, "an oracle model runs inside `rules`"
     config, layers, blind_mean, margins = _rules
-    if layers is not None and module.layer_idx not in layers:
+    causal = getattr(module, "is_causal", True)
+    if not causal or (layers is not None and module.layer_idx not in layers):
         config = None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     latents = vars(module).get(_LATENTS)
     if config is not None and latents is not None:
         return _latent_attention(module, query, *latents, attention_mask, config, scaling, blind_mean, margins), None
-    return attention(query, key, value, attention_mask, config, scaling, softcap, s_aux, blind_mean, margins), None
+    own = (softcap, s_aux, blind_mean, margins, position_bias, causal)
+    return attention(query, key, value, attention_mask, config, scaling, *own), None
 
 
 _LATENTS = "latents_of_oracle"

@@ -221,8 +221,15 @@ def test_output_attentions_gets_dense_kv_and_whole_weights():
     assert cache.stats().sparse_steps == 1  # and the next one is sparse again
 
 
-@pytest.mark.parametrize("argument", ["position_bias", "head_mask"])
-def test_arguments_that_only_the_model_can_honour_are_not_dropped(argument):
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("position_bias", "position bias of shape (1,)"),
+        ("head_mask", "argument head_mask"),
+        ("block_table", "argument block_table"),
+    ],
+)
+def test_arguments_that_only_the_model_can_honour_are_not_dropped(argument, said):
     model = models.build("llama", "sdpa")
     cache = sparse_cache(model)
     layer, seen = cache.layers[0], []
@@ -247,8 +254,8 @@ def test_arguments_that_only_the_model_can_honour_are_not_dropped(argument):
     assert torch.equal(seen[0][1][argument], torch.ones(1))
     assert torch.equal(seen[0][0], layer.dense_kv()[..., :8])
     assert oasis_cache.attention.refusal(
-        sdpa_attention_forward, model.model.layers[0].self_attn, {argument: 1}
-    ).endswith(argument)
+        sdpa_attention_forward, model.model.layers[0].self_attn, {argument: torch.ones(1)}, 1, 91
+    ).endswith(said)
 
 
 def test_code_that_touches_keys_gets_the_exact_tensor():
