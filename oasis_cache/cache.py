@@ -298,7 +298,7 @@ class OasisCache(DynamicCache):
             needed = sum(each.slab_bytes_for(each.shape or shape, rows) for each in oasis_layers)
             if needed:
                 total = first_oasis.get_seq_length() + rows
-                self.runtime.memory.require(needed, f"a context of {total:,} tokens in {len(oasis_layers)} layers")
+                self.runtime.require(needed, f"a context of {total:,} tokens in {len(oasis_layers)} layers")
 
     @property
     def _can_go_back(self) -> bool:
@@ -385,8 +385,7 @@ class OasisCache(DynamicCache):
         """Give back device and host memory; the cache cannot be used again. Idempotent."""
         if not self.runtime.closed:
             self.reset()
-            self.runtime.engine.close()
-            self.runtime.closed = True
+            self.runtime.close()
 
     def __enter__(self) -> OasisCache:
         self.runtime.check_open()
@@ -434,7 +433,7 @@ class OasisCache(DynamicCache):
         forwards = {phase: max((c.forwards[phase] for c in counters), default=0) for phase in PHASES}
         parts = tuple(layer.stats(number) for number, layer in enumerate(self.layers) if isinstance(layer, OasisLayer))
         sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
-        memory = self.runtime.memory
+        memory, pools = self.runtime.memory, self.runtime.pools
         return OasisStats(
             steps=max((sum(c.forwards.values()) for c in counters), default=0),
             prefill_steps=forwards["prefill"],
@@ -448,6 +447,10 @@ class OasisCache(DynamicCache):
             dropped=sum(c.dropped for c in counters),
             other_device_bytes=sum(map(_other_bytes, self.layers)),
             host_bytes_reserved=memory.reserved_bytes,
+            disk_bytes_read=pools.bytes_read if pools is not None else 0,
+            disk_bytes_written=pools.bytes_written if pools is not None else 0,
+            page_hits=pools.page_hits if pools is not None else 0,
+            page_misses=pools.page_misses if pools is not None else 0,
             pinned=memory.pinned_bytes == memory.reserved_bytes if memory.reserved_bytes else None,
             context_tokens=max((layer.get_seq_length() for layer in layers), default=0),
             oasis_layers=len(layers),

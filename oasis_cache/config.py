@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -45,9 +46,12 @@ class OasisConfig:
             the past in streamed forwards (a second turn), and what a crop brings back from sealed blocks. The first `sink_blocks`
             blocks, the recent ones and the tail stay exact, and so do contexts of at most `dense_tokens`. docs/tiers.md has the
             error bounds and measurements.
-        max_host_bytes: Most bytes of host memory for complete KV; None: what the machine (or its cgroup) has available.
-        engine: How blocks travel: `"auto"` (a side stream on a CUDA device, at once elsewhere), `"cuda"`, `"sync"`, `"threads"`,
-            or `"simulated"` (tests).
+        max_host_bytes: Most bytes of host memory for complete KV; None: what the machine (or its cgroup) has available. A context
+            that exceeds it is refused, or goes to disk with `spill`.
+        spill: An existing directory. Blocks beyond `max_host_bytes`, which must be given too, go to a file there, and host memory
+            is a cache of it. None: what does not fit host memory is refused.
+        engine: How blocks travel: `"auto"` (a side stream on a CUDA device; elsewhere at once, or in a thread with `spill`),
+            `"cuda"`, `"sync"`, `"threads"`, or `"simulated"` (tests).
         stream_tokens: Tokens of past KV brought to the device at a time while a long forward is streamed.
         trace: Record selections per layer and step, for plots.
 
@@ -68,6 +72,7 @@ class OasisConfig:
     sparse_rows: int = 32
     tier_dtype: str | None = None
     max_host_bytes: int | None = None
+    spill: str | None = None
     engine: str = "auto"
     stream_tokens: int = 1024
     trace: bool = False
@@ -99,6 +104,14 @@ class OasisConfig:
         if self.max_host_bytes is not None:
             _check_int(self, "max_host_bytes", minimum=1)
         _check_choice(self, "tier_dtype", TIER_DTYPES)
+        if self.spill is not None:
+            if not isinstance(self.spill, str | os.PathLike) or not os.fspath(self.spill):
+                raise ValueError(f"spill={self.spill!r} must be a directory's path, or None")
+            object.__setattr__(self, "spill", os.fspath(self.spill))
+            if self.max_host_bytes is None:
+                raise ValueError(
+                    f"spill={self.spill!r} needs max_host_bytes: how many bytes of blocks host memory holds before they go to disk"
+                )
         _check_choice(self, "index", INDEX_NAMES)
         _check_choice(self, "on_miss", MISS_POLICIES)
         _check_choice(self, "lookahead", LOOKAHEAD_MODES)

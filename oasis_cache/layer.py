@@ -25,7 +25,7 @@ from oasis_cache.attention import KVView
 from oasis_cache.blocks import LayerShape, as_blocks, pack_kv
 from oasis_cache.index import BlockIndex, make_index
 from oasis_cache.latents import Expansion
-from oasis_cache.mixed_store import Store, make_store, slab_bytes_of_new
+from oasis_cache.mixed_store import Store, make_store, page_bytes_of_new
 from oasis_cache.pool import WorkingSet
 from oasis_cache.residency import Residency
 from oasis_cache.runtime import Runtime
@@ -156,6 +156,7 @@ class OasisLayer(CacheLayerMixin):
             self.device_bytes,
             self.index_bytes,
             self.host_bytes,
+            self.store.away_bytes if self.store is not None else 0,
         )
 
     # --- Update -------------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ class OasisLayer(CacheLayerMixin):
             blocks = max(blocks, (total - self.config.sparse_rows) // block_size)
         if self.store is not None:
             return self.store.bytes_to_append(blocks - self.store.num_blocks)
-        return slab_bytes_of_new(shape, self.config, blocks)
+        return page_bytes_of_new(self.runtime.pools, shape, self.config, blocks)
 
     def _views(self) -> tuple[KVView, KVView]:
         sizes = (self.shape.batch, self.shape.kv_heads, self.get_seq_length())
@@ -326,7 +327,7 @@ class OasisLayer(CacheLayerMixin):
 
     def _open_pages(self) -> None:
         self.index = make_index(self.config.index)
-        self.store = make_store(self.runtime.memory, self.shape, self.config)
+        self.store = make_store(self.runtime.memory, self.runtime.pools, self.shape, self.config)
         self.counters.block_bytes = self.store.block_bytes
         self.residency = Residency(self.runtime, self.shape, self.store, self.counters)
 
@@ -475,8 +476,10 @@ class OasisLayer(CacheLayerMixin):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass 0 or a negative number of tokens to remove (a length to keep is not accepted)"
             )
+        keep = max(0, self.get_seq_length() + int(tokens_to_remove))
+        if keep <= self.length:
+            self.pending = None  # nobody found room for these tokens, maybe: they need none
         self._commit()
-        keep = max(0, self.length + int(tokens_to_remove))
         if keep == self.length:
             return
         if self.working_set is not None and (keep <= self.config.dense_tokens or self._window_moves_back(keep)):

@@ -9,8 +9,9 @@ import torch
 
 from oasis_cache.blocks import FetchPlan, LayerShape
 from oasis_cache.config import OasisConfig
-from oasis_cache.formats import PlainFormat, make_format
+from oasis_cache.formats import PageFormat, PlainFormat, make_format
 from oasis_cache.store import HostMemory, HostStore, slab_sizes
+from oasis_cache.tiers import PagePools, TieredStore
 
 
 class MixedStore:
@@ -49,6 +50,10 @@ class MixedStore:
     def range_bytes(self, start: int, stop: int) -> int:
         first, rest = self._split(start, stop)
         return self.first.range_bytes(first.start, first.stop) + self.rest.range_bytes(rest.start, rest.stop)
+
+    @property
+    def away_bytes(self) -> int:
+        return self.first.away_bytes + self.rest.away_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -105,17 +110,29 @@ class MixedStore:
 Store = HostStore | MixedStore
 
 
-def make_store(memory: HostMemory, shape: LayerShape, config: OasisConfig) -> Store:
-    """The store of a layer: what `tier_dtype` compresses, sinks apart, in a `HostStore` of its own."""
-    rest = HostStore(memory, shape, config.block_size, make_format(config.tier_dtype, shape, config.block_size))
+def make_store(memory: HostMemory, pools: PagePools | None, shape: LayerShape, config: OasisConfig) -> Store:
+    """The store of a layer: what `tier_dtype` compresses, sinks apart, in a store of its own.
+
+    Args:
+        pools: Where pages rest that need not be in host memory; None: they are.
+    """
+
+    def of_format(page_format: PageFormat) -> HostStore:
+        if pools is not None:
+            return TieredStore(pools, shape, config.block_size, page_format)
+        return HostStore(memory, shape, config.block_size, page_format)
+
+    rest = of_format(make_format(config.tier_dtype, shape, config.block_size))
     if config.tier_dtype is None or config.sink_blocks == 0:
         return rest
-    return MixedStore(HostStore(memory, shape, config.block_size), rest, config.sink_blocks)
+    return MixedStore(of_format(PlainFormat(shape, config.block_size)), rest, config.sink_blocks)
 
 
-def slab_bytes_of_new(shape: LayerShape, config: OasisConfig, num_blocks: int) -> int:
-    """Bytes of the slabs that a new store reserves when it is given `num_blocks` blocks per batch row at once."""
+def page_bytes_of_new(pools: PagePools | None, shape: LayerShape, config: OasisConfig, num_blocks: int) -> int:
+    """Bytes that a new store reserves when it is given `num_blocks` blocks per batch row at once."""
     exact = min(num_blocks, config.sink_blocks) if config.tier_dtype is not None else 0
     plain, rest = PlainFormat(shape, config.block_size), make_format(config.tier_dtype, shape, config.block_size)
-    sizes = slab_sizes(plain.page_bytes, shape.batch * exact, 0)
-    return sum(sizes + slab_sizes(rest.page_bytes, shape.batch * (num_blocks - exact), 0))
+    counts = {plain.page_bytes: shape.batch * exact, rest.page_bytes: shape.batch * (num_blocks - exact)}
+    if pools is not None:
+        return sum(page_bytes * count for page_bytes, count in counts.items())
+    return sum(sum(slab_sizes(page_bytes, count, 0)) for page_bytes, count in counts.items())

@@ -60,7 +60,13 @@ class Residency:
             assert self.flying.plan.generation == self.generation, "a prefetch outlived a change of what it was for"
             if not self.runtime.engine.ready(self.flying):
                 self._late = self.flying.plan
-            self._wait(self.flying)
+            try:
+                self._wait(self.flying)
+            except (
+                OSError
+            ):  # a disk or a peer failed at what was only predicted: what is needed will be asked for again
+                self._late = None
+                self.call_off()
             self.flying = None
 
     def _wait(self, transfer: Transfer) -> None:
@@ -90,7 +96,11 @@ class Residency:
         self._count(wanted, absent, missed)
         self._count_fetched(plan, self.missed.sum())
         started = time.perf_counter()
-        self.runtime.engine.fetch(plan, self.store, self.working_set.slots)
+        try:
+            self.runtime.engine.fetch(plan, self.store, self.working_set.slots)
+        except BaseException:  # the tables name blocks that did not come
+            self._forget_contents()
+            raise
         self.counters.stall_seconds += time.perf_counter() - started
 
     def stage(self, prediction: torch.Tensor) -> None:
@@ -107,7 +117,18 @@ class Residency:
         count = plan.mask.sum()
         self.counters.prefetched += count
         self._count_fetched(plan, count)
-        self.flying = self.runtime.engine.submit(plan, self.store, target)
+        try:
+            self.flying = self.runtime.engine.submit(plan, self.store, target)
+        except OSError:  # as in `land`; engines that copy at once fail here
+            self._forget_contents()
+        except BaseException:
+            self._forget_contents()
+            raise
+
+    def _forget_contents(self) -> None:
+        """After a transfer that failed: whatever the tables name has to be fetched anew."""
+        self.working_set.forget_staged()
+        self.working_set.forget_from(0)
 
     def _count_fetched(self, plan: FetchPlan, count: torch.Tensor) -> None:
         """Count the `count` blocks of a plan, which come from the host tier."""

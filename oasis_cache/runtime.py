@@ -11,6 +11,7 @@ from oasis_cache.config import OasisConfig
 from oasis_cache.masks import MaskMemo
 from oasis_cache.selector import RowRoles
 from oasis_cache.store import HostMemory
+from oasis_cache.tiers import PagePools, SpillFile
 from oasis_cache.transfer import TransferEngine, make_engine
 
 
@@ -20,22 +21,46 @@ class OasisWarning(UserWarning):
 
 @dataclass
 class Runtime:
-    """Shared state below the layers. A deep copy shares the engine and the host account, and nothing else."""
+    """Shared state below the layers. A deep copy shares the engine, the host account and the pages, and nothing else."""
 
     config: OasisConfig
     engine: TransferEngine
     memory: HostMemory
+    pools: PagePools | None = None  # where pages rest that need not be in host memory; None: all are
     messages: dict[str, None] = field(default_factory=dict)
     masks: MaskMemo = field(default_factory=MaskMemo)
     roles: RowRoles | None = None
     closed: bool = False
 
     @classmethod
-    def create(cls, config: OasisConfig) -> Runtime:
-        return cls(config, make_engine(config.engine), HostMemory(config.max_host_bytes))
+    def create(cls, config: OasisConfig, tiered: bool = False) -> Runtime:
+        """A new cache's; `tiered`: its pages may have homes outside of host memory even without `config.spill`.
+
+        Raises:
+            OSError: No spill file can be made.
+        """
+        memory = HostMemory(config.max_host_bytes)
+        pools = PagePools(memory, SpillFile(config.spill) if config.spill is not None else None)
+        tiered = tiered or config.spill is not None
+        engine = make_engine("threads" if tiered and config.engine == "auto" else config.engine)
+        return cls(config, engine, memory, pools if tiered else None)
 
     def __deepcopy__(self, memo: dict) -> Runtime:
-        return Runtime(self.config, self.engine, self.memory, dict(self.messages), closed=self.closed)
+        if self.pools is not None:
+            self.pools.num_users += 1
+        return Runtime(self.config, self.engine, self.memory, self.pools, dict(self.messages), closed=self.closed)
+
+    def require(self, num_bytes: int, purpose: str) -> None:
+        """Raise `MemoryError` or `OSError` with the numbers if pages of `num_bytes` more find no place; reserves nothing."""
+        (self.pools or self.memory).require(num_bytes, purpose)
+
+    def close(self) -> None:
+        """Give back what is shared, with the last copy. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.engine.close()
+            if self.pools is not None:
+                self.pools.close()
 
     def roles_of(self, batch: int, rows: int, device: torch.device) -> RowRoles | None:
         """What `OasisCache.row_roles` said of the current forward's rows.

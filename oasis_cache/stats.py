@@ -91,6 +91,7 @@ class LayerStats:
     device_bytes: int
     index_bytes: int
     host_bytes: int
+    disk_bytes: int
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,13 @@ class OasisStats:
         bytes_fetched, bytes_written: Bytes moved from, to the host tier.
         device_bytes: Bytes of slots, window and tail on the device, index aside, over all OasisLayers.
         other_device_bytes: Bytes of the layers that are not OasisLayers (sliding window, recurrent states, ...).
-        host_bytes: Bytes held by complete KV in the host tier.
+        host_bytes: Bytes held by complete KV in host memory.
         host_bytes_reserved: Bytes of the slabs that hold them.
         pinned: Whether the host tier's memory is page-locked (None: nothing is stored yet).
         index_bytes: Bytes of the block index on the device.
+        disk_bytes: Bytes of the complete KV that rest on disk only (`spill`, or a loaded file).
+        disk_bytes_read, disk_bytes_written: Bytes read from and written to disk, by this cache and its copies, since construction.
+        page_hits, page_misses: Pages (a block of all KV heads) fetched that were, were not, in host memory; counted as those.
         stall_seconds: Time that the host spent waiting for blocks; next to 0 on CUDA devices, where the device waits.
         context_tokens: Tokens the cache holds now.
         oasis_layers, other_layers: How many layers of the cache can be sparse, and how many are transformers' own.
@@ -149,6 +153,11 @@ class OasisStats:
     host_bytes_reserved: int
     pinned: bool | None
     index_bytes: int
+    disk_bytes: int
+    disk_bytes_read: int
+    disk_bytes_written: int
+    page_hits: int
+    page_misses: int
     stall_seconds: float
     context_tokens: int
     oasis_layers: int

@@ -281,6 +281,11 @@ class HostStore:
         """Bytes that travel when a block of one KV head is fetched, from number `num_exact` on."""
         return self.format.block_bytes
 
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of the table's pages that are not in host memory."""
+        return 0
+
     def bytes_to_append(self, num_blocks: int) -> int:
         """Bytes of new slabs that appending `num_blocks` blocks would reserve."""
         return sum(self.pages.slab_sizes(self.batch * num_blocks))
