@@ -26,12 +26,13 @@ from transformers.cache_utils import (
 from oasis_cache.attention import install
 from oasis_cache.blocks import LayerShape
 from oasis_cache.config import OasisConfig
+from oasis_cache.display import as_html, as_text, summary
 from oasis_cache.hybrid import OasisHybridLayer
 from oasis_cache.latents import adopt_caller
 from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
 from oasis_cache.selector import RowRoles
-from oasis_cache.stats import PHASES, LayerStats, OasisStats, StepTrace
+from oasis_cache.stats import PHASES, LayerStats, OasisStats, PhaseClock, StepTrace
 
 _MAX_FRAMES = 24
 _SUMMED = [field.name for field in dataclasses.fields(LayerStats) if field.name != "layer"]
@@ -70,6 +71,7 @@ class OasisCache(DynamicCache):
         self.model_config: PretrainedConfig | None = None
         self._config_given = model_config is not None
         self._thread = threading.get_ident()  # that began the current forward
+        self._clock = PhaseClock()
         Cache.__init__(
             self, layers=[]
         )  # a DynamicCache where `EncoderDecoderCache` and models ask for one, but with other layers
@@ -262,7 +264,13 @@ class OasisCache(DynamicCache):
         layer = self.layers[layer_idx]
         if isinstance(layer, OasisLayer) and layer.get_seq_length() == 0:
             layer.stores_latents = adopt_caller(sys._getframe(1), key_states)
-        return layer.update(key_states, value_states, *args, **kwargs)
+        result = layer.update(key_states, value_states, *args, **kwargs)
+        if layer is self.layers[-1] or not any(
+            isinstance(other, _TOKEN_LAYERS) for other in self.layers[layer_idx + 1 :]
+        ):
+            phase = next((other.phase for other in self.layers if isinstance(other, OasisLayer)), "dense")
+            self._clock.stop(phase, key_states.shape[-2])
+        return result
 
     def _begin_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Checks before a layer takes new tokens: at the first one for the whole forward, at others that they follow it.
@@ -285,6 +293,7 @@ class OasisCache(DynamicCache):
         if layer is first:
             self._check_complete()
             self._thread = threading.get_ident()
+            self._clock.start()
             self.runtime.masks.clear()
         elif layer.get_seq_length() + rows != first.get_seq_length():
             hint = " An encoder-decoder model needs EncoderDecoderCache(OasisCache(), DynamicCache())."
@@ -372,6 +381,7 @@ class OasisCache(DynamicCache):
         """Forget all tokens, give their memory back and start the counters anew."""
         for layer in self._oasis_layers:
             layer.reset()
+        self._clock = PhaseClock()
         if not self._config_given:  # the next model may be another one
             self._layers, self.model_config = [], None
         elif self.model_config is not None:
@@ -452,6 +462,8 @@ class OasisCache(DynamicCache):
             page_hits=pools.page_hits if pools is not None else 0,
             page_misses=pools.page_misses if pools is not None else 0,
             pinned=memory.pinned_bytes == memory.reserved_bytes if memory.reserved_bytes else None,
+            seconds=dict(self._clock.seconds),
+            tokens=dict(self._clock.tokens),
             context_tokens=max((layer.get_seq_length() for layer in layers), default=0),
             oasis_layers=len(layers),
             other_layers=len(self.layers) - len(layers),
@@ -469,15 +481,26 @@ class OasisCache(DynamicCache):
             if isinstance(layer, OasisLayer) and layer.trace
         }
 
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes by what holds them: "working set" and "index" of the OasisLayers on the device, "host tier", and the class name of
+        each kind of transformers' own layers. Does not wait for the device."""
+        held = {"working set": 0, "index": 0, "host tier": 0}
+        for layer in self.layers:
+            if isinstance(layer, OasisLayer):
+                held["working set"] += layer.device_bytes
+                held["index"] += layer.index_bytes
+                held["host tier"] += layer.host_bytes
+            others = _other_bytes(layer)
+            if others:
+                kind = "recurrent state" if isinstance(layer, OasisLayer) else type(layer).__name__
+                held[kind] = held.get(kind, 0) + others
+        return held
+
     def __repr__(self) -> str:
-        stats = self.stats()
-        state = "closed" if self.runtime.closed else f"{stats.context_tokens} tokens"
-        return (
-            f"OasisCache({state}, budget={self.config.budget}, index={self.config.index!r}, "
-            f"layers={stats.oasis_layers} oasis + {stats.other_layers} other, "
-            f"steps={stats.sparse_steps} sparse / {stats.dense_steps} dense, device={stats.device_bytes:,} B, "
-            f"index={stats.index_bytes:,} B, host={stats.host_bytes:,} B, hit_rate={stats.hit_rate:.3f})"
-        )
+        return as_text(summary(self.stats(), self.config, self.runtime.closed))
+
+    def _repr_html_(self) -> str:
+        return as_html(summary(self.stats(), self.config, self.runtime.closed))
 
 
 OasisCache.update = torch.compiler.disable(OasisCache.update)  # type: ignore[method-assign] # state of Python: nothing to trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -53,6 +54,30 @@ class LayerCounters:
         exact = int(self.exact_blocks_fetched)
         encoded = int(self.blocks_fetched) - exact
         return encoded * self.block_bytes + exact * self.exact_block_bytes + self.bytes_streamed
+
+
+@dataclass
+class PhaseClock:
+    """Time and tokens of a cache's forwards, by phase.
+
+    A forward counts from the first layer's update to the end of the last layer's: without the last layer's attention and what
+    comes behind it. On a CUDA device that is the host's time, which the device's follows at some distance.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    _started: float | None = None
+
+    def start(self) -> None:
+        """A forward begins, whatever became of the one before."""
+        self._started = time.perf_counter()
+
+    def stop(self, phase: str, rows: int) -> None:
+        """The forward of that phase, of `rows` new tokens, came to its last layer."""
+        if self._started is not None:
+            self.seconds[phase] += time.perf_counter() - self._started
+            self.tokens[phase] += rows
+            self._started = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +150,7 @@ class OasisStats:
         disk_bytes_read, disk_bytes_written: Bytes read from and written to disk, by this cache and its copies, since construction.
         page_hits, page_misses: Pages (a block of all KV heads) fetched that were, were not, in host memory; counted as those.
         stall_seconds: Time that the host spent waiting for blocks; next to 0 on CUDA devices, where the device waits.
+        seconds, tokens: Time spent in forwards, and new tokens per sequence that they brought, by phase (see `PhaseClock`).
         context_tokens: Tokens the cache holds now.
         oasis_layers, other_layers: How many layers of the cache can be sparse, and how many are transformers' own.
         warnings: Messages that this cache gave, each once.
@@ -159,6 +185,8 @@ class OasisStats:
     page_hits: int
     page_misses: int
     stall_seconds: float
+    seconds: dict[str, float]
+    tokens: dict[str, int]
     context_tokens: int
     oasis_layers: int
     other_layers: int

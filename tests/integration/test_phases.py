@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 
 import pytest
@@ -297,6 +298,10 @@ def test_stats_print_and_serialise():
     assert any(line.split() == ["sparse_steps", "2"] for line in lines)
     text = repr(cache)
     assert f"{4 * BUDGET + 4} tokens" in text and f"budget={BUDGET}" in text and "2 sparse" in text
+    for line in text.splitlines()[1:]:
+        label, said = line.split(maxsplit=1)
+        assert f">{label}<" in cache._repr_html_()
+        assert f">{html.escape(said)}<" in cache._repr_html_()
     cache.close()
     assert "closed" in repr(cache)
 
