@@ -25,6 +25,7 @@ from oasis_cache.config import OasisConfig
 from oasis_cache.haystack import TEXT_NAME, HiddenNumber, hide_number
 from oasis_cache.packaged import MODEL_NAME, PACKAGED, load_model
 
+_LEAST_BUDGET = (OasisConfig.sink_blocks + OasisConfig.recent_blocks + 1) * OasisConfig.block_size
 PREFILL_CHUNK_TOKENS = 4096
 
 
@@ -136,6 +137,8 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
         return OasisCache(model_config=model.config, budget=options.budget, index=options.index)
 
     make_oasis().close()  # refuses bad options before anything takes time
+    with console.status("Compiling for this machine (kept for the next time)"):
+        _warm_up(model, options.index)
     with _progress(console) as progress:
         dense = run_cache(model, tokenizer, task, DynamicCache(config=model.config), options.new_tokens, None, progress)
         with make_oasis() as cache:
@@ -155,6 +158,18 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     console.print(_table(task, dense, oasis, options))
     console.print(_verdict(task, dense, oasis), highlight=False, soft_wrap=True)
     return 0 if dense.found and oasis.found else 1
+
+
+def _warm_up(model: PreTrainedModel, index: str) -> None:
+    """Let everything that is compiled at its first use be compiled before times are taken: a sparse step on a short context."""
+    with OasisCache(model_config=model.config, budget=_LEAST_BUDGET, index=index) as cache:
+        ids = torch.zeros(
+            1, cache.config.dense_tokens + cache.config.sparse_rows + 1, dtype=torch.int64, device=model.device
+        )
+        prefill(model, ids, cache)
+        for _ in range(2):
+            with torch.no_grad():
+                model(ids[:, :1], use_cache=True, **cache_argument(model, cache))
 
 
 def run_cache(
