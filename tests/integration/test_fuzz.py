@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +56,9 @@ small_configs = st.builds(
     max_fetch=st.sampled_from([1, 2, None]),
     engine=st.sampled_from(["sync", "threads", "simulated"]),
 )
+SPILLED = {"max_host_bytes": 1 << 14, "spill": tempfile.gettempdir()}
+"""Host memory for some pages of these models: the others are on disk, and change nothing."""
+small_configs = st.one_of(small_configs, small_configs.map(lambda config: replace(config, **SPILLED)))
 seeds = st.integers(0, 2**16)
 rows_of_three = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 operations = st.lists(
