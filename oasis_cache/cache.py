@@ -72,6 +72,7 @@ class OasisCache(DynamicCache):
         self._config_given = model_config is not None
         self._thread = threading.get_ident()  # that began the current forward
         self._clock = PhaseClock()
+        self._torn_by: str | None = None  # the operation on batch rows that broke off
         Cache.__init__(
             self, layers=[]
         )  # a DynamicCache where `EncoderDecoderCache` and models ask for one, but with other layers
@@ -291,6 +292,10 @@ class OasisCache(DynamicCache):
                 "thread a cache of its own; crop(0) or reset() makes this one usable again"
             )
         if layer is first:
+            if self._torn_by is not None:
+                raise RuntimeError(
+                    f"{self._torn_by} broke off, so that layers may hold different batch rows: call reset(), and begin anew"
+                )
             self._check_complete()
             self._thread = threading.get_ident()
             self._clock.start()
@@ -377,11 +382,36 @@ class OasisCache(DynamicCache):
                     "activate_past_recording() before the tokens come that may have to be removed, or reset() the cache"
                 )
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Batch row i becomes the former row `beam_idx[i]` (int64 [batch]), in every layer."""
+        with self._in_all_layers("reorder_cache"):
+            super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each batch row `repeats` times, next to each other, in every layer; host pages are shared."""
+        with self._in_all_layers("batch_repeat_interleave"):
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the batch rows `indices` (int64 [new batch], or a bool mask over rows), in that order, in every layer."""
+        with self._in_all_layers("batch_select_indices"):
+            super().batch_select_indices(indices)
+
+    @contextlib.contextmanager
+    def _in_all_layers(self, operation: str) -> Iterator[None]:
+        """If an operation on batch rows breaks off, some layers have done it and some have not: remember that."""
+        try:
+            yield
+        except BaseException:
+            self._torn_by = operation
+            raise
+
     def reset(self) -> None:
         """Forget all tokens, give their memory back and start the counters anew."""
         for layer in self._oasis_layers:
             layer.reset()
         self._clock = PhaseClock()
+        self._torn_by = None
         if not self._config_given:  # the next model may be another one
             self._layers, self.model_config = [], None
         elif self.model_config is not None:

@@ -310,9 +310,9 @@ class HostStore:
 
     def reserve(self, count: int) -> torch.Tensor:
         """Enter `count` new blocks per batch row behind the existing ones; the caller fills the pages at the addresses returned."""
+        self._grow(self.num_blocks + count)  # before pages are taken, which nobody would give back if this failed
         slab_ids, offsets = self.pages.allocate(self.batch * count)
         addresses = self.pages.addresses(slab_ids, offsets)
-        self._grow(self.num_blocks + count)
         new = slice(self.num_blocks, self.num_blocks + count)
         self._slab_ids[:, new] = slab_ids.view(self.batch, count)
         self._offsets[:, new] = offsets.view(self.batch, count)

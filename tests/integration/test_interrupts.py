@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from oasis_cache import OasisCache
 from oasis_cache.index import BlockIndex
@@ -190,3 +191,29 @@ def test_a_reorder_that_fails_changes_nothing_in_its_layer(monkeypatch, part):
     for layer in cache.layers:
         layer.check_integrity()
     assert torch.equal(models.forward(model, ids[:, :1], cache), models.forward(model, ids[:, :1], twin))
+
+
+@pytest.mark.parametrize(
+    ("method", "argument"),
+    [
+        ("reorder_cache", torch.tensor([1, 0])),
+        ("batch_repeat_interleave", 2),
+        ("batch_select_indices", torch.tensor([1, 0])),
+    ],
+)
+def test_rows_that_only_some_layers_rearranged_are_not_read(method, argument, monkeypatch):
+    """Memory that runs out in the second layer: what follows is refused until a reset."""
+    model = models.build("llama")
+    cache = OasisCache(budget=48, block_size=8, recent_blocks=2, sparse_rows=4)
+    ids = models.prompt(80, 2)
+    models.forward(model, ids, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.layers[1], "_select_rows", lambda rows: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            getattr(cache, method)(argument)
+    for batch in (2, 4):
+        with pytest.raises(RuntimeError, match=f"{method} broke off.*reset"):
+            models.forward(model, models.prompt(1, batch), cache)
+    cache.reset()
+    expected = models.forward(model, ids, DynamicCache(config=model.config))
+    assert models.relative_error(models.forward(model, ids, cache), expected) < 1e-5
