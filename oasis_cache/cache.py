@@ -6,12 +6,13 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -33,6 +34,9 @@ from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
 from oasis_cache.selector import RowRoles
 from oasis_cache.stats import PHASES, LayerStats, OasisStats, PhaseClock, StepTrace
+
+if TYPE_CHECKING:
+    from oasis_cache.plan import CapacityPlan
 
 _MAX_FRAMES = 24
 _SUMMED = [field.name for field in dataclasses.fields(LayerStats) if field.name != "layer"]
@@ -485,7 +489,7 @@ class OasisCache(DynamicCache):
             tokens_read_max=max((c.tokens_read_max for c in counters), default=0),
             prefetched=sum(int(c.prefetched) for c in counters),
             dropped=sum(c.dropped for c in counters),
-            other_device_bytes=sum(map(_other_bytes, self.layers)),
+            other_device_bytes=sum(map(other_bytes, self.layers)),
             host_bytes_reserved=memory.reserved_bytes,
             disk_bytes_read=pools.bytes_read if pools is not None else 0,
             disk_bytes_written=pools.bytes_written if pools is not None else 0,
@@ -500,6 +504,57 @@ class OasisCache(DynamicCache):
             warnings=tuple(self.runtime.messages),
             layers=parts,
             **sums,
+        )
+
+    @staticmethod
+    def plan(
+        model_config: PretrainedConfig,
+        *,
+        context: int,
+        batch: int = 1,
+        new_tokens: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cuda",
+        device_bytes: int | None = None,
+        host_bytes: int | None = None,
+        weights: bool | int = True,
+        hit_rate: float | None = None,
+        config: OasisConfig | None = None,
+        **overrides: Any,
+    ) -> CapacityPlan:
+        """What a cache with these settings needs for a model, and what fits. Takes no memory worth speaking of.
+
+        Args:
+            model_config: The model's config.
+            context: Tokens read in one forward.
+            batch: Sequences.
+            new_tokens: Tokens decoded behind them, one by one.
+            dtype: Of weights and KV.
+            device: "cuda" or "cpu"; the index lies differently on them, and by default only a GPU prefetches.
+            device_bytes, host_bytes: Limits to fit into; None: none.
+            weights: Whether the device holds the weights too, in `dtype`, or how many bytes it holds of them.
+            hit_rate: Share of selected blocks that is resident, as `stats().hit_rate` measured it on such a task.
+            config: Settings; the defaults if None.
+            **overrides: Fields of `OasisConfig` to set on top.
+
+        Raises:
+            ValueError: A count or an option is out of range, or the model's sizes cannot be found out.
+        """
+        from oasis_cache.plan import plan_capacity  # builds caches itself
+
+        settings = OasisConfig.from_options(config, overrides)
+        return plan_capacity(
+            model_config,
+            settings,
+            context,
+            batch,
+            new_tokens,
+            dtype,
+            device,
+            device_bytes,
+            host_bytes,
+            weights,
+            hit_rate,
         )
 
     @property
@@ -520,7 +575,7 @@ class OasisCache(DynamicCache):
                 held["working set"] += layer.device_bytes
                 held["index"] += layer.index_bytes
                 held["host tier"] += layer.host_bytes
-            others = _other_bytes(layer)
+            others = other_bytes(layer)
             if others:
                 kind = "recurrent state" if isinstance(layer, OasisLayer) else type(layer).__name__
                 held[kind] = held.get(kind, 0) + others
@@ -534,6 +589,11 @@ class OasisCache(DynamicCache):
 
 
 OasisCache.update = torch.compiler.disable(OasisCache.update)  # type: ignore[method-assign] # state of Python: nothing to trace
+
+
+def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
+    """A cache under the name that this release of transformers gives it; the older name still works, with a warning."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
 def transformers_layers(model_config: PretrainedConfig) -> list[Any]:
@@ -624,11 +684,14 @@ def _tokens_to_go_back(layer: Any) -> int | None:
     return max(0, min(spare)) if spare else None
 
 
-def _other_bytes(layer: Any) -> int:
+def other_bytes(layer: Any, itemsize: Callable[[torch.dtype], int] = lambda dtype: dtype.itemsize) -> int:
     """Bytes of the tensors that one of transformers' own layers holds, or one of ours beside keys and values."""
     if isinstance(layer, OasisLayer):
-        return layer.state_bytes if isinstance(layer, OasisHybridLayer) else 0
-    items: list[Any] = []
-    for value in vars(layer).values():
-        items += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return sum(item.numel() * item.element_size() for item in items if isinstance(item, torch.Tensor))
+        items: list[Any] = layer.states if isinstance(layer, OasisHybridLayer) else []
+    else:
+        items = []
+        for value in vars(layer).values():
+            items += (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+    return sum(item.numel() * itemsize(item.dtype) for item in items if isinstance(item, torch.Tensor))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from oasis_cache import __version__
-from oasis_cache.config import INDEX_NAMES
+from oasis_cache.config import INDEX_NAMES, TIER_DTYPES
 
 DEMO_HELP = """\
 Hides a number in a long text, asks the model for it, and answers twice in one run: with transformers' DynamicCache,
@@ -27,6 +27,22 @@ examples:
   oasis-cache demo --model ./my-model --json out.json
 
 exit status: 0 if both caches found the number, 1 if not, 2 if an option is wrong.
+"""
+PLAN_HELP = """\
+Says what a model's cache will need on the device and in host memory, and what fits: bytes in each tier, the longest
+context and the largest batch, and what a decode step moves. Reads the model's config only; no weights are loaded.
+
+Activations and the allocator's own overhead are not counted: leave room for them.
+"""
+PLAN_EXAMPLES = """\
+examples:
+  oasis-cache plan packaged --context 8192
+  oasis-cache plan ./llama-3-8b --context 128000 --device-memory 24GiB --host-memory 64GiB
+  oasis-cache plan ./llama-3-8b --context 128000 --batch 8 --budget 1024 --tier-dtype int8 --device-memory 80GiB
+  oasis-cache plan ./qwen3-4b --context 32768 --weights-memory 2.5GiB --device-memory 8GiB     quantised weights
+  oasis-cache plan ./qwen3-4b --context 32768 --hit-rate 0.95 --json -                         for a script
+
+exit status: 0 if it fits, or if no limit was given; 1 if it does not fit; 2 if an option is wrong or the model is not found.
 """
 
 
@@ -54,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -124,6 +141,79 @@ def _run_demo(parsed: argparse.Namespace) -> int:
             seed=parsed.seed,
             device=parsed.device,
             dtype=parsed.dtype,
+            json_file=parsed.json,
+        )
+    )
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(commands, "plan", "what a model's cache needs in each tier, and what fits", _run_plan)
+    parser.description, parser.epilog = PLAN_HELP, PLAN_EXAMPLES
+    parser.add_argument("model", metavar="PATH_OR_ID", help="folder or hub name of a model, or: packaged")
+    parser.add_argument("--context", type=int, required=True, metavar="N", help="tokens read in one forward")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default: %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=0, metavar="N", help="tokens decoded behind them (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and KV (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="what kind of device (default: %(default)s)"
+    )
+    parser.add_argument("--device-memory", type=_size, metavar="SIZE", help="limit, such as 24GiB")
+    parser.add_argument("--host-memory", type=_size, metavar="SIZE", help="limit, such as 64GiB")
+    parser.add_argument(
+        "--weights-memory", type=_size, metavar="SIZE", help="of the weights (default: all parameters in --dtype)"
+    )
+    parser.add_argument("--no-weights", action="store_true", help="leave the weights out")
+    parser.add_argument(
+        "--hit-rate",
+        type=float,
+        metavar="X",
+        help="share of selected blocks that is resident, 0 to 1, as stats() measured it",
+    )
+    parser.add_argument("--budget", type=int, default=argparse.SUPPRESS, metavar="N", help="as in OasisConfig")
+    parser.add_argument("--index", choices=INDEX_NAMES, default=argparse.SUPPRESS, help="as in OasisConfig")
+    parser.add_argument(
+        "--tier-dtype", choices=TIER_DTYPES[1:], default=argparse.SUPPRESS, help="what the host tier keeps blocks in"
+    )
+    parser.add_argument("--spare-blocks", type=int, default=argparse.SUPPRESS, metavar="N", help="as in OasisConfig")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write JSON to a file too, or (without one) print it instead",
+    )
+
+
+def _size(words: str) -> int:
+    from oasis_cache.plan import parse_size
+
+    try:
+        return parse_size(words)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _run_plan(parsed: argparse.Namespace) -> int:
+    from oasis_cache.plan import PlanOptions, run_plan
+
+    if parsed.no_weights and parsed.weights_memory is not None:
+        raise ValueError("--no-weights and --weights-memory contradict each other")
+    names = ("budget", "index", "tier_dtype", "spare_blocks")
+    return run_plan(
+        PlanOptions(
+            model=parsed.model,
+            context=parsed.context,
+            batch=parsed.batch,
+            new_tokens=parsed.new_tokens,
+            dtype=parsed.dtype,
+            device=parsed.device,
+            device_bytes=parsed.device_memory,
+            host_bytes=parsed.host_memory,
+            weights=False if parsed.no_weights else parsed.weights_memory or True,
+            hit_rate=parsed.hit_rate,
+            settings={name: getattr(parsed, name) for name in names if hasattr(parsed, name)},
             json_file=parsed.json,
         )
     )

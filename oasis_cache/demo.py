@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import platform
 import time
@@ -20,7 +19,7 @@ from rich.table import Table
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from oasis_cache.cache import OasisCache
+from oasis_cache.cache import OasisCache, cache_argument
 from oasis_cache.config import OasisConfig
 from oasis_cache.haystack import TEXT_NAME, HiddenNumber, hide_number
 from oasis_cache.packaged import MODEL_NAME, PACKAGED, load_model
@@ -260,11 +259,6 @@ def generate(
         **cache_argument(model, cache),
     )
     return output[0, prompt_ids.shape[1] :].tolist()
-
-
-def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
-    """A cache under the name that this release of transformers gives it; the older name still works, with a warning."""
-    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
 def describe_environment(model: PreTrainedModel, model_option: str) -> dict[str, Any]:

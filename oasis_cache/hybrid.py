@@ -36,10 +36,9 @@ class OasisHybridLayer(LinearAttentionLayer, OasisLayer):
             LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the states."""
-        states = [*self.conv_states.values(), *self.recurrent_states.values()]
-        return sum(state.numel() * state.element_size() for state in states if state is not None)
+    def states(self) -> list[torch.Tensor]:
+        """The states there are."""
+        return [state for state in (*self.conv_states.values(), *self.recurrent_states.values()) if state is not None]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises `RuntimeError` unless past states are recorded, as they are in assisted decoding."""

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from oasis_cache import kernels
+from oasis_cache.blocks import LayerShape
 from oasis_cache.kernels import reference
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -112,12 +113,25 @@ class BlockIndex(ABC):
         """The array of that name, grown if need be to hold `count` more blocks like those of `like`."""
         needed, array = self.num_blocks + count, self.arrays.get(name)
         if array is None or array.shape[2] < needed:
-            capacity = max(needed, self.MIN_CAPACITY if array is None else array.shape[2] * 5 // 4 + self.MIN_CAPACITY)
+            capacity = self._capacity(needed, 0 if array is None else array.shape[2])
             grown = like.new_empty(*like.shape[:2], capacity, *like.shape[3:])
             if array is not None:
                 grown[:, :, : self.num_blocks] = array[:, :, : self.num_blocks]
             self.arrays[name] = array = grown
         return array
+
+    def _capacity(self, needed: int, held: int) -> int:
+        """Blocks that an array has room for when one for `held` blocks is too small for `needed`."""
+        return max(needed, held * 5 // 4 + self.MIN_CAPACITY if held else self.MIN_CAPACITY)
+
+    def forecast(self, shape: LayerShape, block_size: int, at_once: int, num_blocks: int) -> int:
+        """`reserved_bytes` of a layer of that shape that gets `at_once` blocks first, then one by one up to `num_blocks`."""
+        capacity = self._capacity(at_once, 0)
+        while capacity < num_blocks:
+            capacity = self._capacity(capacity + 1, capacity)
+        keys = torch.zeros(1, 1, 1, block_size, shape.query_dim, dtype=shape.dtype, device=shape.device)
+        block_bytes = sum(array.numel() * array.element_size() for array in self.summarise(keys).values())
+        return shape.batch * shape.kv_heads * capacity * block_bytes
 
     def truncate(self, num_blocks: int) -> None:
         self.num_blocks = min(self.num_blocks, num_blocks)

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,11 +26,11 @@ from oasis_cache.attention import KVView
 from oasis_cache.blocks import LayerShape, as_blocks, pack_kv
 from oasis_cache.index import BlockIndex, make_index
 from oasis_cache.latents import Expansion
-from oasis_cache.mixed_store import Store, make_store, page_bytes_of_new
+from oasis_cache.mixed_store import Store, forecast_store, make_store, page_bytes_of_new
 from oasis_cache.pool import WorkingSet
-from oasis_cache.residency import Residency
+from oasis_cache.residency import Residency, prefetches
 from oasis_cache.runtime import Runtime
-from oasis_cache.stats import LayerCounters, LayerStats, StepTrace
+from oasis_cache.stats import LayerCounters, LayerForecast, LayerStats, StepTrace
 
 _T = TypeVar("_T")
 
@@ -271,14 +272,44 @@ class OasisLayer(CacheLayerMixin):
         """Put new tokens [batch, kv_heads, rows, kv_dim] behind the dense buffer's, which grows by doubling."""
         total = self.length + kv.shape[2]
         if self.dense is None or self.dense.shape[2] < total:
-            held = 0 if self.dense is None else self.dense.shape[2]
-            capacity = min(max(total + self.config.sparse_rows, 2 * held), self.config.dense_tokens)
+            capacity = self._dense_capacity(total, 0 if self.dense is None else self.dense.shape[2])
             grown = kv.new_empty(*kv.shape[:2], capacity, kv.shape[3])
             if self.dense is not None:
                 grown[:, :, : self.length] = self.dense[:, :, : self.length]
             self.dense = grown
         self.dense[:, :, self.length : total] = kv
         self.length = total
+
+    def _dense_capacity(self, total: int, held: int) -> int:
+        """Tokens that the dense buffer has room for when one for `held` is too small for `total`."""
+        return min(max(total + self.config.sparse_rows, 2 * held), self.config.dense_tokens)
+
+    def forecast(self, shape: LayerShape, context: int, new_tokens: int, beside: bool) -> LayerForecast:
+        """Bytes that this layer will hold once it was given `context` tokens at once and `new_tokens` more one by one.
+
+        Args:
+            shape: Sizes of its tensors. No memory of theirs is taken.
+            beside: Whether copies run beside the computation, which decides on prefetching.
+        """
+        config, block_size = self.config, self.config.block_size
+        shape = replace(shape, device=torch.device("meta") if shape.device.type != "cpu" else shape.device)
+        total = context + new_tokens
+        if total <= config.dense_tokens:
+            capacity = self._dense_capacity(context, 0)
+            while capacity < total:
+                capacity = self._dense_capacity(capacity + 1, capacity)
+            return LayerForecast(shape.batch * capacity * shape.token_bytes, 0, 0, 0)
+        at_once = max(0, context - config.sparse_rows) // block_size
+        if context <= config.dense_tokens:  # it leaves the dense buffer later
+            at_once = config.dense_tokens // block_size
+        num_blocks = max(at_once, (total - 1) // block_size) if new_tokens else at_once
+        staged = config.num_spare_blocks(prefetches(config, beside)) if config.on_miss == "fetch" else 0
+        sizes = (block_size, config.num_slots, config.window_tokens, staged)
+        return LayerForecast(
+            WorkingSet(replace(shape, device=torch.device("meta")), *sizes).num_bytes,
+            make_index(config.index).forecast(shape, block_size, at_once, num_blocks),
+            *forecast_store(shape, config, at_once, num_blocks),
+        )
 
     def _page_in(self, kv: torch.Tensor) -> None:
         """Take many new tokens [batch, kv_heads, rows, kv_dim] into the paged state, sealing all but the newest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from oasis_cache.blocks import FetchPlan, LayerShape
 from oasis_cache.config import OasisConfig
 from oasis_cache.formats import PageFormat, PlainFormat, make_format
-from oasis_cache.store import HostMemory, HostStore, slab_sizes
+from oasis_cache.store import HostMemory, HostStore, slab_bytes_after
 from oasis_cache.tiers import PagePools, TieredStore
 
 
@@ -130,9 +131,18 @@ def make_store(memory: HostMemory, pools: PagePools | None, shape: LayerShape, c
 
 def page_bytes_of_new(pools: PagePools | None, shape: LayerShape, config: OasisConfig, num_blocks: int) -> int:
     """Bytes that a new store reserves when it is given `num_blocks` blocks per batch row at once."""
-    exact = min(num_blocks, config.sink_blocks) if config.tier_dtype is not None else 0
+    used, reserved = forecast_store(shape, config, num_blocks, num_blocks)
+    return reserved if pools is None else used
+
+
+def forecast_store(shape: LayerShape, config: OasisConfig, at_once: int, num_blocks: int) -> tuple[int, int]:
+    """Bytes used and reserved by a store that gets `at_once` blocks per batch row first, then one by one up to `num_blocks`."""
+    exact = config.sink_blocks if config.tier_dtype is not None else 0
     plain, rest = PlainFormat(shape, config.block_size), make_format(config.tier_dtype, shape, config.block_size)
-    counts = {plain.page_bytes: shape.batch * exact, rest.page_bytes: shape.batch * (num_blocks - exact)}
-    if pools is not None:
-        return sum(page_bytes * count for page_bytes, count in counts.items())
-    return sum(sum(slab_sizes(page_bytes, count, 0)) for page_bytes, count in counts.items())
+    used = reserved = 0
+    for page_format, start, stop in ((plain, 0, exact), (rest, exact, num_blocks)):
+        first, last = (min(max(count - start, 0), stop - start) for count in (at_once, num_blocks))
+        used += shape.batch * last * page_format.page_bytes
+        counts = itertools.chain([shape.batch * first], itertools.repeat(shape.batch, last - first))
+        reserved += slab_bytes_after(page_format.page_bytes, counts)
+    return used, reserved

@@ -8,11 +8,21 @@ import time
 import torch
 
 from oasis_cache.blocks import FetchPlan, LayerShape
+from oasis_cache.config import OasisConfig
 from oasis_cache.mixed_store import Store
 from oasis_cache.pool import WorkingSet
 from oasis_cache.runtime import Runtime
 from oasis_cache.stats import LayerCounters
 from oasis_cache.transfer import Transfer
+
+
+def prefetches(config: OasisConfig, beside: bool) -> bool:
+    """Whether `on_miss="fetch"` prefetches: by default only if copies really run `beside` the computation."""
+    if config.lookahead == "off" or config.max_fetch_blocks == 0:
+        return False
+    if config.on_miss == "fetch" and config.spare_blocks == 0:
+        return False
+    return config.lookahead != "auto" or beside
 
 
 class Residency:
@@ -47,11 +57,8 @@ class Residency:
 
     @property
     def prefetches(self) -> bool:
-        """Whether `on_miss="fetch"` prefetches: by default only if copies really run beside the computation."""
-        mode, config = self.config.lookahead, self.config
-        if mode == "off" or config.max_fetch_blocks == 0 or (config.on_miss == "fetch" and config.spare_blocks == 0):
-            return False
-        return mode != "auto" or self.runtime.engine.runs_beside(self.device)
+        """Whether blocks are sent for before a step asks for them."""
+        return prefetches(self.config, self.runtime.engine.runs_beside(self.device))
 
     def land(self) -> None:
         """Wait for what the last step sent for."""

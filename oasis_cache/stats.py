@@ -120,6 +120,16 @@ class LayerStats:
 
 
 @dataclass(frozen=True)
+class LayerForecast:
+    """Bytes that one OasisLayer will hold: those that `LayerStats` reports, and the host slabs that it reserves."""
+
+    device_bytes: int
+    index_bytes: int
+    host_bytes: int
+    host_bytes_reserved: int
+
+
+@dataclass(frozen=True)
 class OasisStats:
     """Report of `OasisCache.stats()`. Counts are since construction or `reset()`; bytes are now.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import psutil
@@ -114,6 +115,16 @@ def slab_sizes(page_bytes: int, num_missing: int, num_used: int) -> list[int]:
         sizes.append(max(smallest, 1 << (wanted.bit_length() - 1)))
         num_missing -= sizes[-1] // page_bytes
     return sizes
+
+
+def slab_bytes_after(page_bytes: int, counts: Iterable[int]) -> int:
+    """Bytes of the slabs that an allocator has reserved after so many pages were taken, step by step, and none given back."""
+    reserved = capacity = used = 0
+    for count in counts:
+        sizes = slab_sizes(page_bytes, count - (capacity - used), used)
+        reserved, capacity = reserved + sum(sizes), capacity + sum(size // page_bytes for size in sizes)
+        used += count
+    return reserved
 
 
 class PageAllocator:

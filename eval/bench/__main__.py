@@ -31,7 +31,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from eval.bench.gpu.ledger import LEDGER, append, environment
 from eval.bench.gpu.measure import Row, percentiles
 from oasis_cache import OasisCache
-from oasis_cache.demo import cache_argument
+from oasis_cache.cache import cache_argument
 from oasis_cache.haystack import text
 from oasis_cache.packaged import load_model
 

@@ -24,7 +24,8 @@ from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
 from oasis_cache import OasisCache
-from oasis_cache.demo import cache_argument, describe_environment
+from oasis_cache.cache import cache_argument
+from oasis_cache.demo import describe_environment
 from oasis_cache.haystack import HiddenNumber, hide_number
 from oasis_cache.lookahead import EarlyExitDrafter, LookaheadDecoding, PromptLookupDrafter
 from oasis_cache.packaged import PACKAGED, load_model

@@ -144,7 +144,7 @@ def run_case(
     prompt_ids = task.prompt_ids.to(model.device)
     dense = DynamicCache(config=model.config)
     prefill(model, prompt_ids[:, :-1], dense)
-    snapshot = _snapshot(dense)
+    snapshot = snapshot_of(dense)
     dense_ids = generate(model, prompt_ids, dense, ANSWER_TOKENS)
 
     def result(token_ids: list[int], method: str, budget: int | None, way: str, **counters: Any) -> NeedleResult:
@@ -189,7 +189,7 @@ def fill(
         cache.update(keys[:, :, :num_tokens], values[:, :, :num_tokens], layer_idx)
 
 
-def _snapshot(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+def snapshot_of(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
         return None
     return [(layer.keys, layer.values) for layer in cache.layers]

@@ -113,7 +113,7 @@ def test_wrong_options_are_named(capsys):
 
 
 def test_models_whose_cache_cannot_be_handed_over_read_for_themselves(monkeypatch):
-    monkeypatch.setattr(needle, "_snapshot", lambda cache: None)
+    monkeypatch.setattr(needle, "snapshot_of", lambda cache: None)
     own = needle.run_case(*loaded(), 600, 0.5, needle.FIRST_SEED, [Method("int2", 256, "question")])
     monkeypatch.undo()
     handed = needle.run_case(*loaded(), 600, 0.5, needle.FIRST_SEED, [Method("int2", 256, "question")])
