@@ -19,6 +19,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK_OUT = re.compile(r"\]\(\.\./([^)#\s]+)\)")
+LINK_OF_NOTEBOOK = re.compile(r"\]\((?:\.\./docs(/[^)\s]+)|([\w-]+)\.ipynb)\)")
 COPIES = "repository"  # folder of the site that holds them
 
 
@@ -56,6 +57,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links out of docs/ to where the files are on the site."""
+    if page.file.src_uri.startswith("notebooks/"):  # they were turned when they were made
+        return markdown
     return LINK_OUT.sub(lambda match: f"]({_on_site(match[1])})", markdown)
 
 
@@ -69,7 +72,9 @@ def notebook_as_markdown(path: Path) -> str:
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         source = "".join(cell["source"]).strip()
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(
+                LINK_OF_NOTEBOOK.sub(lambda match: f"](..{match[1]})" if match[1] else f"]({match[2]}.md)", source)
+            )
             continue
         parts.append(f"```python\n{source}\n```")
         parts += filter(None, map(_output_as_markdown, cell["outputs"]))

@@ -137,7 +137,7 @@ def data_path(path: Path) -> None:
     fetched_slot = slots[chosen.index(fetched)]
     arrow((fetched + 0.43, 11.1), (fetched_slot + 0.5, 3.75), moved, 0.12)
     axes.text(
-        fetched - 2.6,
+        fetched - 3.2,
         9.4,
         "2  fetch what is chosen and absent (early, if foreseen)",
         fontsize=11,

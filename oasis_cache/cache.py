@@ -61,7 +61,7 @@ class OasisCache(DynamicCache):
     Raises:
         ValueError: An option is unknown or out of range, or the model has a layer type that transformers does not know.
 
-    Example:
+    Examples:
         >>> cache = OasisCache(model_config=model.config, budget=1024)
         >>> model.generate(**inputs, past_key_values=cache)
         >>> cache.stats().sparse_steps
@@ -170,7 +170,14 @@ class OasisCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, OasisLayer)]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of the keys that a forward of `query_length` new tokens has in a layer.
+        """Length and offset of the keys that a forward has in a layer; transformers makes masks by it.
+
+        Args:
+            query_length: New tokens of the forward.
+            layer_idx: The layer's number in the model.
+
+        Returns:
+            Tokens that the mask covers (past and new ones, fewer in sliding layers), and the position of the first of them.
 
         Raises:
             ValueError: There are no new tokens, or the caller's 2D attention mask does not cover past and new tokens.
@@ -180,7 +187,10 @@ class OasisCache(DynamicCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens held by a layer; by the first attention layer where layer 0 has none.
+        """Tokens per sequence held by a layer; by the first attention layer where layer 0 has none.
+
+        Args:
+            layer_idx: The layer's number in the model.
 
         Raises:
             ValueError: `generate` asks, and what it was given leaves it no new tokens to feed, or a mask that does not cover them.
@@ -252,9 +262,19 @@ class OasisCache(DynamicCache):
         """Take in the new tokens of one layer; see `OasisLayer.update`.
 
         Args:
-            key_states: [batch, kv_heads, rows, key_dim].
+            key_states: [batch, kv_heads, rows, key_dim], of the dtype and on the device that the cache began with.
             value_states: [batch, kv_heads, rows, value_dim].
             layer_idx: The layer's number in the model.
+
+        Returns:
+            Keys [batch, kv_heads, tokens, key_dim] and values [batch, kv_heads, tokens, value_dim] of all past and new tokens:
+            tensors where attention reads everything, else `KVView`s, which stand for them until the next forward or crop.
+
+        Raises:
+            ValueError: Shape, dtype or device do not fit what the cache holds, or there is no such layer.
+            MemoryError: Host memory cannot take the tokens in all layers.
+            OSError: The disk cannot take them (`spill`).
+            RuntimeError: The cache is closed, an earlier forward broke off, or another thread is in the midst of one.
         """
         self.runtime.check_open()
         if self.model_config is None:
@@ -352,9 +372,12 @@ class OasisCache(DynamicCache):
             layer.crop(min(lengths) - length)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens (0: none; more than there are: all) from every layer.
+        """Remove the newest tokens of each sequence from every layer.
 
         Tokens that an interrupted forward left in some layers only are removed first, and not counted.
+
+        Args:
+            tokens_to_remove: 0 or negative: minus the number of tokens to remove (more than there are: all).
 
         Raises:
             ValueError: `tokens_to_remove` is positive, unless the installed transformers still takes that as a length to keep.
@@ -411,7 +434,7 @@ class OasisCache(DynamicCache):
             raise
 
     def reset(self) -> None:
-        """Forget all tokens, give their memory back and start the counters anew."""
+        """Forget all tokens, give their memory back and start the counters anew. Also after a forward that broke off."""
         for layer in self._oasis_layers:
             layer.reset()
         self._clock = PhaseClock()
@@ -471,7 +494,11 @@ class OasisCache(DynamicCache):
             self.runtime.roles = before
 
     def stats(self) -> OasisStats:
-        """What the cache did since construction or `reset()`, and what it holds now. Waits for the device."""
+        """What the cache did since construction or `reset()`, and what it holds now. Waits for the device.
+
+        Returns:
+            A snapshot that does not change any more; bytes, tokens, blocks and seconds, as `OasisStats` says.
+        """
         layers = self._oasis_layers
         counters = [layer.counters for layer in layers]
         forwards = {phase: max((c.forwards[phase] for c in counters), default=0) for phase in PHASES}
@@ -559,7 +586,10 @@ class OasisCache(DynamicCache):
 
     @property
     def trace(self) -> dict[int, list[StepTrace]]:
-        """The sparse steps of each layer since construction or `reset()`, by layer number; empty without `trace=True`."""
+        """The sparse steps of each layer since construction or `reset()`, by layer number; empty without `trace=True`.
+
+        Blocks are int32 [batch, kv_heads, slots] per step, on the CPU; see `StepTrace`.
+        """
         return {
             number: list(layer.trace)
             for number, layer in enumerate(self.layers)

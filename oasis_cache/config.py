@@ -140,7 +140,11 @@ class OasisConfig:
 
     @classmethod
     def from_options(cls, config: OasisConfig | None, overrides: dict[str, Any]) -> OasisConfig:
-        """`config` (or the defaults) with `overrides` applied; unknown names raise `ValueError` listing the known ones."""
+        """`config` (or the defaults) with `overrides` applied.
+
+        Raises:
+            ValueError: A name is unknown (the message lists the known ones), or a value is out of range.
+        """
         if config is not None and not isinstance(config, cls):
             raise ValueError(
                 f"config must be an OasisConfig, got {type(config).__name__}; a model's config goes in model_config="
@@ -173,7 +177,7 @@ class OasisConfig:
         return self.recent_blocks * self.block_size + self.block_size - 1 + 2 * self.sparse_rows
 
     def num_spare_blocks(self, prefetches: bool) -> int:
-        """`spare_blocks`, or its default with or without prefetching."""
+        """Blocks per KV head and layer beside those that attention reads: `spare_blocks`, or its default."""
         if self.spare_blocks is not None:
             return self.spare_blocks
         return self.num_slots if prefetches else 0

@@ -105,7 +105,7 @@ class LookaheadDecoding:
     Raises:
         ValueError: A value is out of range; in `generate`, before anything is computed: what cannot be supported was asked for.
 
-    Example:
+    Examples:
         >>> decoding = LookaheadDecoding(PromptLookupDrafter(), num_drafts=4)
         >>> model.generate(**inputs, custom_generate=decoding, past_key_values=OasisCache(model_config=model.config))
         >>> decoding.report.accepted / decoding.report.forwards

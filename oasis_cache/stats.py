@@ -103,7 +103,11 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One OasisLayer's part of `OasisStats`, of the same names; `layer` is its number in the model."""
+    """One OasisLayer's part of `OasisStats`, of the same names and units (blocks, bytes, seconds).
+
+    Attributes:
+        layer: The layer's number in the model.
+    """
 
     layer: int
     hits: int
@@ -205,11 +209,13 @@ class OasisStats:
 
     @property
     def hit_rate(self) -> float:
+        """Share of the blocks wanted in slots that were resident, or prefetched and there, when attention asked: 0.0 to 1.0."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
 
     @property
     def blocks_read_per_step(self) -> float:
+        """Blocks read in one sparse step, summed over layers, batch rows and KV heads; 0.0 before the first one."""
         return self.blocks_read / self.sparse_steps if self.sparse_steps else 0.0
 
     def as_dict(self) -> dict[str, Any]:

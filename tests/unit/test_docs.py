@@ -1,10 +1,14 @@
 """docs/troubleshooting.md names every message of the library and no other, and the pages link to what exists."""
 
 import ast
+import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import oasis_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, DOCS = ROOT / "oasis_cache", ROOT / "docs"
@@ -106,3 +110,26 @@ def test_links_between_pages_and_to_files_lead_somewhere() -> None:
     ]
     assert len(pages) > 10
     assert not broken
+
+
+def public_functions() -> Iterator[tuple[str, object]]:
+    """Public names, and the public methods and properties that their classes define themselves."""
+    for name in oasis_cache.__all__:
+        public = getattr(oasis_cache, name)
+        if isinstance(public, str):
+            continue
+        yield name, public
+        for member, value in vars(public).items() if isinstance(public, type) else ():
+            if not member.startswith("_") and (callable(value) or isinstance(value, property | classmethod)):
+                yield f"{name}.{member}", value
+
+
+def test_public_names_have_docstrings_and_name_their_arguments() -> None:
+    known = dict(public_functions())
+    assert {"OasisCache.crop", "OasisConfig.dense_tokens", "OasisStats.hit_rate", "uninstall"} <= set(known)
+    assert [name for name, public in known.items() if not inspect.getdoc(public)] == []
+    config, stats = (inspect.getdoc(public) for public in (oasis_cache.OasisConfig, oasis_cache.OasisStats))
+    for public, text in ((oasis_cache.OasisConfig, config), (oasis_cache.OasisStats, stats)):
+        entries = re.findall(r"^ {4}([\w, ]+):", text or "", re.MULTILINE)
+        named = {name.strip() for entry in entries for name in entry.split(",")}
+        assert {field.name for field in dataclasses.fields(public)} <= named, public
