@@ -16,6 +16,7 @@ ARGS        ?=
 
 # Releases of transformers that the contract tests run on, besides the newest one (the development environment's).
 OLDER_TRANSFORMERS := 5.17.0 5.20.0
+KVPRESS := 0.5.5
 
 BIN     := $(VENV)/bin
 # Environments are made again when what they are made of changes.
@@ -33,10 +34,10 @@ SOURCES := oasis_cache tests $(wildcard eval examples docs/hooks.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-matrix fuzz gpu-check needle docs lint format types clean $(OLDER_TRANSFORMERS:%=matrix-%)
+.PHONY: help demo test test-fast test-matrix fuzz gpu-check needle accuracy kvpress-baselines docs lint format types clean $(OLDER_TRANSFORMERS:%=matrix-%)
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo$(STAMP) ## Install, then answer a question about a long text with the dense cache and with OasisCache
 	$(OFFLINE) $(BIN)/oasis-cache demo $(ARGS)
@@ -62,6 +63,15 @@ needle: $(VENV)/demo$(STAMP) ## Hide numbers at several depths of several contex
 docs: $(MATRIX)/docs/docs$(STAMP) ## Build the documentation into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(MATRIX)/docs/bin/mkdocs build --strict
 
+accuracy: $(VENV)/dev$(STAMP) ## Compare methods on a small real model: ARGS="run --suite small --out FOLDER", then ARGS="report FOLDER"
+	$(OFFLINE) $(BIN)/python -m eval.quality $(ARGS)
+
+kvpress-baselines: $(VENV)/dev$(STAMP) $(MATRIX)/kvpress/.installed-$(KVPRESS) ## Needles by methods of kvpress, in an environment with an older transformers
+	$(OFFLINE) $(BIN)/python -m eval.quality.methods.kvpress_baselines export --samples $(MATRIX)/kvpress/samples.jsonl
+	$(OFFLINE) $(MATRIX)/kvpress/bin/python eval/quality/methods/kvpress_baselines.py run --samples $(MATRIX)/kvpress/samples.jsonl \
+		--model "$$($(BIN)/python -c 'from oasis_cache.packaged import packaged_model_dir; print(packaged_model_dir())')" \
+		--out eval/quality/results/full/kvpress.jsonl $(ARGS)
+
 lint: $(VENV)/dev$(STAMP) ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -86,11 +96,19 @@ $(VENV)/demo$(STAMP):
 
 $(VENV)/dev$(STAMP): $(VENV)/demo$(STAMP)
 	@echo "Installing what the tests need into $(VENV)"
-	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[demo-tools,dev]'
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[demo-tools,dev,eval]'
 	@touch $@
 
 $(OLDER_TRANSFORMERS:%=matrix-%): matrix-%: $(MATRIX)/tf-%/test$(STAMP)
 	@$(call contract,$(MATRIX)/tf-$*/bin/python)
+
+# kvpress needs a transformers that the library does not run on: an environment with nothing of this project.
+$(MATRIX)/kvpress/.installed-$(KVPRESS):
+	@echo "Installing kvpress $(KVPRESS) into $(MATRIX)/kvpress"
+	@$(check_python) && $(PYTHON) -m venv $(MATRIX)/kvpress
+	@$(MATRIX)/kvpress/bin/python $(INSTALL) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	@$(MATRIX)/kvpress/bin/python $(INSTALL) kvpress==$(KVPRESS) 'transformers<5.3'
+	@touch $@
 
 # Each release of transformers brings its own range of huggingface_hub.
 $(MATRIX)/tf-%/test$(STAMP):

@@ -1,0 +1,233 @@
+"""Plots of an accuracy run: losses by task, scores by budget, the needle by depth and length, and attention mass by layer.
+
+Needs matplotlib (the `eval` extra). Reads results only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+
+from eval.quality import metrics
+from eval.quality.accuracy import WAYS, Run
+from eval.quality.accuracy import title as title_in_tables
+from eval.quality.suites import HEADLINE
+
+MASS = Path(__file__).resolve().parent / "quality" / "results" / "mass.json"
+# Okabe and Ito's colours, told apart by people with any colour vision, and a marker each; a method keeps its own in all plots.
+STYLES = {
+    "oasis": ("#0072B2", "o"),
+    "oasis-minmax": ("#56B4E9", "s"),
+    "oasis-skip": ("#009E73", "^"),
+    "quest": ("#D55E00", "D"),
+    "streaming": ("#CC79A7", "v"),
+    "kvpress-snapkv": ("#E69F00", "P"),
+    "kvpress-expected": ("#8C6D00", "X"),
+    "kvpress-knorm": ("#7F7F7F", "*"),
+    "oracle": ("#000000", "x"),
+}
+MASS_STYLES = {
+    "exact": ("exact top-k blocks", "#000000", "x"),
+    "int2": ("OasisCache, int2", "#0072B2", "o"),
+    "minmax": ("OasisCache, minmax", "#56B4E9", "s"),
+    "recency": ("newest blocks (StreamingLLM)", "#CC79A7", "v"),
+}
+
+
+def draw(run: Run, folder: Path) -> list[Path]:
+    """All plots that the run has results for, into a folder; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [
+        (tasks, folder / "accuracy_tasks.png"),
+        (needles, folder / "accuracy_needle.png"),
+        (budgets, folder / "accuracy_budget.png"),
+    ]
+    return [path for plot, path in drawn if plot(run, path)]
+
+
+def title(method: str) -> str:
+    """A method's title without the marks of code, which only the tables' language has."""
+    return title_in_tables(method).replace("`", "")
+
+
+def _save(figure: Any, path: Path) -> bool:
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def tasks(run: Run, path: Path) -> bool:
+    """Points lost by task, a panel per length: one mark per method, its 95 % interval behind it."""
+    fails = {(row["task"], row["length"]) for row in run.summary["dense_fails"]}
+    cells = [
+        cell
+        for cell in run.summary["cells"]
+        if cell["share"] == HEADLINE and (cell["task"], cell["length"]) not in fails
+    ]
+    lengths = sorted({cell["length"] for cell in cells})
+    if not lengths:
+        return False
+    names = sorted({(cell["task"], cell["way"]) for cell in cells})
+    height = 1.6 + 0.16 * len(names) * max(2, len(run.methods) / 2)
+    figure, panels = pyplot.subplots(
+        1,
+        len(lengths),
+        figsize=(max(9, 2.4 + 3.1 * len(lengths)), height),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    handles = {}
+    for axes, length in zip(panels[0], lengths, strict=True):
+        for number, method in enumerate(run.methods):
+            colour, marker = STYLES[method]
+            shift = (number - (len(run.methods) - 1) / 2) * 0.8 / len(run.methods)
+            for cell in cells:
+                if (cell["length"], cell["method"]) != (length, method):
+                    continue
+                place = names.index((cell["task"], cell["way"])) + shift
+                axes.plot([cell["loss_low"], cell["loss_high"]], [place, place], color=colour, alpha=0.5, linewidth=1.5)
+                (handles[method],) = axes.plot(
+                    cell["loss"], place, marker, color=colour, markersize=5, linestyle="none"
+                )
+        axes.axvline(0, color="0.4", linewidth=1)
+        axes.set(title=f"{length:,} tokens", xlabel="points lost against dense", xlim=(-30, 105))
+        axes.grid(alpha=0.3, axis="x")
+        for place in range(len(names) - 1):
+            axes.axhline(place + 0.5, color="0.85", linewidth=0.8)
+    labels = [f"{task}\n(question read {WAYS[way]})" for task, way in names]
+    panels[0][0].set(yticks=range(len(names)), yticklabels=labels, ylim=(len(names) - 0.5, -0.5))
+    figure.legend(
+        [handles[method] for method in run.methods if method in handles],
+        [title(method) for method in run.methods if method in handles],
+        loc="outside lower center",
+        ncols=4,
+        fontsize=8,
+    )
+    figure.suptitle(
+        "Loss by task, budget 1/8 of the context (tasks that the dense model fails are left out)", fontsize=11
+    )
+    return _save(figure, path)
+
+
+def needles(run: Run, path: Path) -> bool:
+    """The heat map: needles found by depth and length, a panel per method, both ways of asking together."""
+    scores: dict[str, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for prediction in run.predictions:
+        if prediction.task == "needle" and prediction.share in (HEADLINE, None) and prediction.depth is not None:
+            depth = round(5 * prediction.depth)
+            scores[prediction.method][prediction.length, depth].append(metrics.score_of(prediction))
+    methods = [method for method in ("dense", *run.methods) if method in scores]
+    if not methods:
+        return False
+    lengths = sorted({length for cells in scores.values() for length, _ in cells})
+    depths = sorted({depth for cells in scores.values() for _, depth in cells})
+    columns = min(4, len(methods))
+    rows = -(-len(methods) // columns)
+    figure, panels = pyplot.subplots(
+        rows, columns, figsize=(2.9 * columns + 0.8, 2.5 * rows + 0.6), squeeze=False, sharex=True, sharey=True,
+        layout="constrained",
+    )  # fmt: skip
+    image = None
+    for axes, method in zip(panels.flat, methods, strict=False):
+        cells = scores[method]
+        grid = [
+            [
+                sum(cells[length, depth]) / len(cells[length, depth]) if (length, depth) in cells else float("nan")
+                for length in lengths
+            ]
+            for depth in depths
+        ]
+        # cividis is made for people with any colour vision; the numbers say the same
+        image = axes.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for row, values in enumerate(grid):
+            for column, value in enumerate(values):
+                if value == value:  # not a number: nothing was measured
+                    found = f"{sum(cells[lengths[column], depths[row]]):.0f}/{len(cells[lengths[column], depths[row]])}"
+                    axes.text(
+                        column, row, found, ha="center", va="center", fontsize=8, color="k" if value > 0.5 else "w"
+                    )
+        axes.set_title(title(method), fontsize=10)
+        axes.set(xticks=range(len(lengths)), xticklabels=[f"{length // 1024}k" for length in lengths])
+        axes.set(yticks=range(len(depths)), yticklabels=[f"{20 * depth} %" for depth in depths])
+    for axes in list(panels.flat)[len(methods) :]:
+        axes.set_visible(False)
+    figure.supxlabel("context, tokens", fontsize=10)
+    figure.supylabel("depth of the needle", fontsize=10)
+    figure.colorbar(image, ax=panels, label="share found", shrink=0.8)
+    figure.suptitle("A seven-digit number found, budget 1/8 of the context", fontsize=11)
+    return _save(figure, path)
+
+
+def budgets(run: Run, path: Path) -> bool:
+    """Needles found against the budget, at the length that has most budgets; a panel per way of asking."""
+    points: dict[tuple[int, str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    dense: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for prediction in run.predictions:
+        if prediction.task == "needle" and prediction.share is not None:
+            points[prediction.length, prediction.way, prediction.method][prediction.share].append(
+                metrics.score_of(prediction)
+            )
+        elif prediction.task == "needle":
+            dense[prediction.length, prediction.way].append(metrics.score_of(prediction))
+    if not points:
+        return False
+    length = max(points, key=lambda key: (len(points[key]), key[0]))[0]
+    if max(len(shares) for key, shares in points.items() if key[0] == length) < 2:
+        return False
+    figure, panels = pyplot.subplots(1, 2, figsize=(10.5, 4.2), sharey=True, layout="constrained")
+    for axes, (way, words) in zip(panels, WAYS.items(), strict=True):
+        for method in run.methods:
+            shares = points.get((length, way, method))
+            if not shares:
+                continue
+            colour, marker = STYLES[method]
+            tokens = [share * length for share in sorted(shares)]
+            found = [100 * sum(shares[share]) / len(shares[share]) for share in sorted(shares)]
+            axes.plot(tokens, found, marker=marker, color=colour, label=title(method))
+        if dense.get((length, way)):
+            level = 100 * sum(dense[length, way]) / len(dense[length, way])
+            axes.axhline(level, color="0.4", linestyle="--", label="DynamicCache")
+        axes.set_xscale("log", base=2)
+        ticks = sorted({share * length for key, shares in points.items() if key[0] == length for share in shares})
+        axes.set(xticks=ticks, xticklabels=[f"{tick:.0f}" for tick in ticks], ylim=(-4, 104))
+        axes.minorticks_off()
+        axes.set(xlabel="budget, tokens per layer and KV head", title=f"question read {words}")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("needles found, %")
+    panels[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    samples = max(len(values) for key, shares in points.items() if key[0] == length for values in shares.values())
+    figure.suptitle(f"Accuracy against budget, {length:,} tokens, {samples} needles a point", fontsize=11)
+    return _save(figure, path)
+
+
+def mass(results: dict[str, Any], path: Path) -> None:
+    """Attention mass that a budget keeps, layer by layer."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    for index, (label, colour, marker) in MASS_STYLES.items():
+        rows = [row for row in results["rows"] if row["index"] == index]
+        kept = [row["mass"] for row in rows]
+        axes.plot([row["layer"] for row in rows], kept, marker=marker, color=colour, markersize=4, label=label)
+    axes.set(xlabel="layer", ylabel="share of attention mass kept", ylim=(None, 1.01))
+    axes.set_title(
+        f"Attention mass kept by {results['budget']} of {results['length']:,} tokens, mean over {results['steps']} steps and "
+        "all heads",
+        fontsize=10,
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def main(run: Run, images: Path) -> None:
+    """Those of the committed run."""
+    draw(run, images)
+    mass(json.loads(MASS.read_text(encoding="utf-8")), images / "accuracy_mass.png")

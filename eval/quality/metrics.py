@@ -1,0 +1,182 @@
+"""Scores of predictions: means, losses against the dense cache, and how sure they are."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from eval.quality.runner import DENSE_RIGHT, Prediction
+
+RESAMPLES = 2000
+PROSE = "prose"  # scored by log-likelihood, and so in no average of answers
+
+# A cell's losses by context: contexts are the independent draws, samples of one context are not.
+Losses = dict[str, list[float]]
+
+
+def score_of(prediction: Prediction) -> float:
+    """Mean over turns."""
+    return sum(prediction.scores) / len(prediction.scores)
+
+
+def dense_score(predictions: Iterable[Prediction], task: str, length: int) -> float:
+    """Mean score of the dense cache at a task and length; 0.0 without predictions."""
+    scores = [
+        score_of(prediction)
+        for prediction in predictions
+        if (prediction.method, prediction.task, prediction.length) == ("dense", task, length)
+    ]
+    return sum(scores) / len(scores) if scores else 0.0
+
+
+def kept(predictions: Sequence[Prediction], share: float) -> dict[tuple[str, int, str], tuple[int, int]]:
+    """Answers of a method that are right where the dense cache's is, and how many those are; by method, length and way.
+
+    Turns are counted one by one, in tasks that the dense cache fails on the whole, too.
+    """
+    dense = {_sample(prediction): prediction for prediction in predictions if prediction.method == "dense"}
+    counts: dict[tuple[str, int, str], tuple[int, int]] = {}
+    for prediction in predictions:
+        if prediction.share != share or prediction.task == PROSE:
+            continue
+        ours = zip(prediction.scores, dense[_sample(prediction)].scores, strict=True)
+        both = [score for score, right in ours if right == 1]
+        cell = prediction.method, prediction.length, prediction.way
+        right, asked = counts.get(cell, (0, 0))
+        counts[cell] = right + sum(score == 1 for score in both), asked + len(both)
+    return counts
+
+
+def interval(cells: Sequence[Losses], seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean over cells of each cell's mean, by drawing each cell's contexts anew with replacement."""
+    rng = random.Random(seed)
+    sums = [[(sum(values), len(values)) for values in cell.values()] for cell in cells]
+    means = []
+    for _ in range(RESAMPLES):
+        total = 0.0
+        for cell in sums:
+            drawn = rng.choices(cell, k=len(cell))
+            total += sum(value for value, _ in drawn) / sum(count for _, count in drawn)
+        means.append(total / len(sums))
+    means.sort()
+    return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
+
+
+def summary(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """What the report reads: `cells` (task, length, way, method, share), `averages` over tasks, and `prose`.
+
+    Losses are in points: 100 times the dense score less the method's, sample by sample.
+    """
+    dense = {_sample(prediction): prediction for prediction in predictions if prediction.method == "dense"}
+    fails = sorted(
+        {
+            (prediction.task, prediction.length)
+            for prediction in dense.values()
+            if prediction.task != PROSE
+            and dense_score(dense.values(), prediction.task, prediction.length) < DENSE_RIGHT
+        }
+    )
+    grouped: dict[tuple, list[Prediction]] = defaultdict(list)
+    for prediction in predictions:
+        if prediction.task != PROSE:
+            cell = (prediction.task, prediction.length, prediction.way, prediction.method, prediction.share)
+            grouped[cell].append(prediction)
+    cells, losses = [], {}
+    for cell, members in grouped.items():
+        losses[cell] = _losses(members, dense)
+        cells.append(_cell(cell, members, losses[cell]))
+    return {
+        "cells": cells,
+        "averages": _averages({cell: lost for cell, lost in losses.items() if cell[:2] not in fails}),
+        "dense_fails": [
+            {"task": task, "length": length, "score": dense_score(dense.values(), task, length)}
+            for task, length in fails
+        ],
+        "prose": _prose(predictions, dense),
+    }
+
+
+def _sample(prediction: Prediction) -> tuple[str, int, str, str]:
+    return prediction.task, prediction.length, prediction.name, prediction.way
+
+
+def _losses(members: Sequence[Prediction], dense: dict[tuple, Prediction]) -> Losses:
+    losses: Losses = defaultdict(list)
+    for member in members:
+        losses[member.context].append(100 * (score_of(dense[_sample(member)]) - score_of(member)))
+    return losses
+
+
+def _cell(cell: tuple, members: Sequence[Prediction], losses: Losses) -> dict[str, Any]:
+    flat = [value for values in losses.values() for value in values]
+    low, high = interval([losses])
+    sparse = [member.counters for member in members]
+    return {
+        **dict(zip(("task", "length", "way", "method", "share"), cell, strict=True)),
+        "samples": len(members),
+        "answers": sum(len(member.scores) for member in members),
+        "contexts": len(losses),
+        "score": sum(map(score_of, members)) / len(members),
+        "loss": sum(flat) / len(flat),
+        "loss_low": low,
+        "loss_high": high,
+        "sparse_steps": sum(counters.get("sparse_steps", 0) for counters in sparse),
+        "other_steps": sum(counters.get("other_steps", 0) for counters in sparse),
+        "tokens_read": sum(counters["tokens_read"] for counters in sparse) / len(sparse),
+    }
+
+
+def _averages(losses: dict[tuple, Losses]) -> list[dict[str, Any]]:
+    """Mean loss over tasks, each task and way of asking counting once, by length, method and share; and over all lengths."""
+    groups: dict[tuple, list[Losses]] = defaultdict(list)
+    for (_, length, _, method, share), lost in losses.items():
+        groups[length, method, share].append(lost)
+        groups[None, method, share].append(lost)
+    rows = []
+    for (length, method, share), cells in groups.items():
+        means = [
+            sum(value for values in cell.values() for value in values) / sum(map(len, cell.values())) for cell in cells
+        ]
+        low, high = interval(cells)
+        rows.append(
+            {
+                "length": length,
+                "method": method,
+                "share": share,
+                "tasks": len(cells),
+                "samples": sum(len(values) for cell in cells for values in cell.values()),
+                "loss": sum(means) / len(means),
+                "loss_low": low,
+                "loss_high": high,
+                "worst": max(means),
+            }
+        )
+    return rows
+
+
+def _prose(predictions: Sequence[Prediction], dense: dict[tuple, Prediction]) -> list[dict[str, Any]]:
+    """Perplexity by length, method and share, and its ratio to the dense cache's."""
+    groups: dict[tuple, list[Prediction]] = defaultdict(list)
+    for prediction in predictions:
+        if prediction.task == PROSE:
+            groups[prediction.length, prediction.method, prediction.share].append(prediction)
+    rows = []
+    for (length, method, share), members in groups.items():
+        mean = sum(map(score_of, members)) / len(members)
+        dense_mean = sum(score_of(dense[_sample(member)]) for member in members) / len(members)
+        rows.append(
+            {
+                "length": length,
+                "method": method,
+                "share": share,
+                "texts": len(members),
+                "perplexity": math.exp(-mean),
+                "ratio": math.exp(dense_mean - mean),
+                "sparse_steps": sum(member.counters.get("sparse_steps", 0) for member in members),
+                "tokens_read": sum(member.counters["tokens_read"] for member in members) / len(members),
+            }
+        )
+    return rows

@@ -1,0 +1,63 @@
+"""What `--suite small` and `--suite full` consist of: which tasks, at which lengths, on how many contexts, within which budgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEADLINE = 1 / 8  # of the context
+
+
+@dataclass(frozen=True)
+class Part:
+    """A family of tasks at one length.
+
+    Attributes:
+        family: Module of eval/quality/tasks/.
+        length: Nominal prompt length in tokens.
+        contexts: Texts to draw.
+        shares: Budgets as shares of the length.
+    """
+
+    family: str
+    length: int
+    contexts: int
+    shares: tuple[float, ...] = (HEADLINE,)
+
+    def __post_init__(self) -> None:
+        if self.contexts < 1 or self.length < 512 or not all(0 < share <= 1 for share in self.shares):
+            raise ValueError(f"{self} needs a context, at least 512 tokens, and shares above 0 and up to 1")
+
+
+_SMALL = (
+    Part("needle", 1024, 3),
+    Part("numbers", 2048, 1),
+    Part("lookup", 1024, 1),
+    Part("prose", 1024, 1),
+)
+# Lengths at which the claims are made come first.
+_FULL = (
+    Part("needle", 4096, 5),
+    Part("numbers", 4096, 3),
+    Part("lookup", 4096, 2),
+    Part("prose", 4096, 2),
+    Part("needle", 8192, 5),
+    Part("numbers", 8192, 2),
+    Part("lookup", 8192, 1),
+    Part("prose", 8192, 1),
+    Part("needle", 1024, 5),
+    Part("numbers", 1024, 2),
+    Part("lookup", 1024, 1),
+    Part("prose", 1024, 1),
+    Part("variables", 1024, 1),
+    Part("words", 1024, 1),
+    Part("needle", 2048, 5),
+    Part("numbers", 2048, 2),
+    Part("lookup", 2048, 1),
+    Part("prose", 2048, 1),
+    Part("needle", 4096, 5, (1 / 32, 1 / 16, 1 / 4)),
+    Part("ruler", 1024, 1),
+    Part("ruler", 2048, 1),
+    Part("ruler", 4096, 1),
+    Part("ruler", 8192, 1),
+)
+SUITES: dict[str, tuple[Part, ...]] = {"small": _SMALL, "full": _FULL}
