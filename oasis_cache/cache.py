@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 import threading
 import warnings
@@ -32,6 +33,7 @@ from oasis_cache.hybrid import OasisHybridLayer
 from oasis_cache.latents import adopt_caller
 from oasis_cache.layer import OasisLayer
 from oasis_cache.runtime import Runtime
+from oasis_cache.saving import check_model, config_of, open_saved, restore_layers, save_layers
 from oasis_cache.selector import RowRoles
 from oasis_cache.stats import PHASES, LayerStats, OasisStats, PhaseClock, StepTrace
 
@@ -70,8 +72,11 @@ class OasisCache(DynamicCache):
     def __init__(
         self, config: OasisConfig | None = None, *, model_config: PretrainedConfig | None = None, **overrides: Any
     ) -> None:
-        self.config = OasisConfig.from_options(config, overrides)
-        self.runtime = Runtime.create(self.config)
+        self._begin(OasisConfig.from_options(config, overrides), model_config)
+
+    def _begin(self, config: OasisConfig, model_config: PretrainedConfig | None, tiered: bool = False) -> None:
+        self.config = config
+        self.runtime = Runtime.create(config, tiered)
         self.model_config: PretrainedConfig | None = None
         self._config_given = model_config is not None
         self._thread = threading.get_ident()  # that began the current forward
@@ -127,7 +132,8 @@ class OasisCache(DynamicCache):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "an OasisCache cannot be pickled or copied shallowly: it owns host memory and transfers in flight. Use copy.deepcopy"
+            "an OasisCache cannot be pickled or copied shallowly: it owns host memory and transfers in flight. Use "
+            "copy.deepcopy, or cache.save(path) and OasisCache.load(path, model)"
         )
 
     def __getitem__(self, layer_idx: int) -> Any:
@@ -287,8 +293,9 @@ class OasisCache(DynamicCache):
             )
         self._begin_layer(layer_idx, key_states, value_states)
         layer = self.layers[layer_idx]
-        if isinstance(layer, OasisLayer) and layer.get_seq_length() == 0:
+        if isinstance(layer, OasisLayer) and (layer.get_seq_length() == 0 or layer.caller_unknown):
             layer.stores_latents = adopt_caller(sys._getframe(1), key_states)
+            layer.caller_unknown = False
         result = layer.update(key_states, value_states, *args, **kwargs)
         if layer is self.layers[-1] or not any(
             isinstance(other, _TOKEN_LAYERS) for other in self.layers[layer_idx + 1 :]
@@ -492,6 +499,64 @@ class OasisCache(DynamicCache):
             yield
         finally:
             self.runtime.roles = before
+
+    def save(self, path: str | os.PathLike[str], *, model: PreTrainedModel | None = None) -> None:
+        """Write the cache's content to a file that `load` reads: safetensors, never pickled, the block index included.
+
+        The file appears whole or not at all. The cache stays as it is, and what rests on disk is copied without coming to memory
+        all at once.
+
+        Args:
+            path: The file; one that exists is replaced.
+            model: The model whose tokens these are. If given, the file also tells it from others of the same config.
+
+        Raises:
+            OSError: The file cannot be written. One that was there before still is.
+            RuntimeError: The cache is closed, or an earlier forward was interrupted.
+            TypeError: A layer of transformers holds what cannot be saved.
+        """
+        self.runtime.check_open()
+        self._check_complete()
+        save_layers(os.fspath(path), self.layers, self.config, self.model_config, model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: PreTrainedModel | PretrainedConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        **overrides: Any,
+    ) -> OasisCache:
+        """A cache with the content of a saved one; its blocks stay in the file until they are fetched.
+
+        What is read at once (index, working set, tables) is checked at once, blocks when they come. Any number of caches and
+        processes may read one file, which must not be changed while they do.
+
+        Args:
+            path: A file that `save` wrote.
+            model: The model that will use the cache, or its config. May be left out only if the saving cache knew none.
+            device: Where the cache's tensors shall be; by default where they were.
+            **overrides: Settings of this process: `max_host_bytes`, `spill`, `engine`, `trace`, `stream_tokens`, `lookahead`,
+                `max_fetch`, `spare_blocks`, `on_miss`. All others are those of the saved cache.
+
+        Raises:
+            ValueError: The file is no saved cache, is damaged, of another version, or of another model: the message says what
+                differs. Or an override would change what was saved.
+            OSError: The file cannot be read. Later, from a forward: it was damaged where blocks lie.
+        """
+        file = open_saved(os.fspath(path))
+        try:
+            model_config = check_model(file, model)
+            cache = object.__new__(cls)
+            cache._begin(config_of(file, overrides), model_config, tiered=True)
+            if model_config is None:
+                cache._layers = [OasisLayer(cache.runtime) for _ in file.description["layers"]]
+            restore_layers(file, cache._layers, None if device is None else torch.device(device))
+        except BaseException:
+            file.close()
+            raise
+        return cache
 
     def stats(self) -> OasisStats:
         """What the cache did since construction or `reset()`, and what it holds now. Waits for the device.

@@ -60,6 +60,7 @@ class OasisLayer(CacheLayerMixin):
         self.runtime = runtime
         self.config = runtime.config
         self.stores_latents = False  # what the next first tokens are
+        self.caller_unknown = False  # it was loaded: nobody has looked yet whose tokens it holds
         self.counters = LayerCounters()
         self.trace: list[StepTrace] = []
         self.residency: Residency | None = None
@@ -86,9 +87,7 @@ class OasisLayer(CacheLayerMixin):
 
     @_outside_autograd
     def __deepcopy__(self, memo: dict) -> OasisLayer:
-        self._commit()
-        if self.residency is not None:
-            self.residency.land()
+        self.settle()
         twin = copy.copy(self)
         twin.runtime = copy.deepcopy(self.runtime, memo)
         twin.counters, twin.trace = copy.deepcopy(self.counters), list(self.trace)
@@ -97,6 +96,13 @@ class OasisLayer(CacheLayerMixin):
         for name in ("residency", "index", "store"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
+
+    @_outside_autograd
+    def settle(self) -> None:
+        """Bring what is under way to its end: tokens that are not stored yet, and a prefetch."""
+        self._commit()
+        if self.residency is not None:
+            self.residency.land()
 
     # --- The contract of CacheLayerMixin: sizes -------------------------------------------------------------------------
 
@@ -328,7 +334,7 @@ class OasisLayer(CacheLayerMixin):
         block_size = self.config.block_size
         if self.working_set is None:
             known, start = (self.dense[:, :, : self.length], 0) if self.dense is not None else (kv[:, :, :0], 0)
-            self._open_pages()
+            self.open_pages()
         else:
             known, start = self.working_set.window, self.working_set.window_start
         total = self.length + kv.shape[2]
@@ -356,7 +362,14 @@ class OasisLayer(CacheLayerMixin):
             self._window_block(keep // self.config.block_size) * self.config.block_size < self.working_set.window_start
         )
 
-    def _open_pages(self) -> None:
+    def open(self, shape: LayerShape, length: int) -> None:
+        """Make an empty layer ready for `length` tokens that somebody else brings: in `dense`, or after `open_pages`."""
+        self.shape, self.length, self.is_initialized = shape, length, True
+        self.counters.block_bytes = self.counters.exact_block_bytes = shape.block_bytes(self.config.block_size)
+        self.caller_unknown = True
+
+    def open_pages(self) -> None:
+        """Make the empty parts of the paged state."""
         self.index = make_index(self.config.index)
         self.store = make_store(self.runtime.memory, self.runtime.pools, self.shape, self.config)
         self.counters.block_bytes = self.store.block_bytes

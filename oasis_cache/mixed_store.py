@@ -41,6 +41,10 @@ class MixedStore:
         return self.first.num_blocks + self.rest.num_blocks
 
     @property
+    def parts(self) -> list[HostStore]:
+        return [self.first, self.rest]
+
+    @property
     def batch(self) -> int:
         return self.rest.batch
 

@@ -392,6 +392,25 @@ class HostStore:
             pages[where] = self.pages.slabs[number][offsets[where]]
         return self.format.decode(pages).unflatten(0, (self.batch, stop - start)).transpose(1, 2).reshape(sizes)
 
+    @property
+    def parts(self) -> list[HostStore]:
+        """The stores that this one consists of, in the order of their blocks."""
+        return [self]
+
+    @property
+    def page_ids(self) -> torch.Tensor:
+        """[batch, num_blocks] int64 in host memory: equal numbers for equal pages."""
+        slab_ids, offsets = self._table()
+        return (slab_ids << 32) | offsets
+
+    def read_pages(self, ids: torch.Tensor) -> torch.Tensor:
+        """Pages by `page_ids` [n], as their bytes: [n, page_bytes] uint8 in host memory."""
+        slab_ids, offsets = ids >> 32, ids & 0xFFFFFFFF
+        pages = torch.empty(ids.numel(), *self.pages.page_shape, dtype=self.format.page_dtype)
+        for number, where in _runs(slab_ids):
+            pages[where] = self.pages.slabs[number][offsets[where]]
+        return pages.flatten(1).view(torch.uint8)
+
     def truncate(self, num_blocks: int) -> None:
         """Forget the blocks from number `num_blocks` on."""
         if num_blocks < self.num_blocks:

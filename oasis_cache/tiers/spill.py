@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import tempfile
@@ -20,25 +19,56 @@ import numpy as np
 
 from oasis_cache.tiers.backing import Backing
 
+try:
+    import fcntl
+except ImportError:  # Windows: nothing can be spilled or saved there, and all else works
+    fcntl = None  # type: ignore[assignment]
+
 PREFIX, SUFFIX = "oasis-cache-", ".spill"
 EXTENT_BYTES = 16 << 20  # the file grows by whole extents
 _RUN_PAGES = 256  # most pages of one system call (IOV_MAX is 1024)
 _READERS = 4
 
 
-def remove_orphans(directory: str) -> list[str]:
-    """Remove spill files that no living process holds open, and return their names.
+def check_platform(what: str) -> None:
+    """Raise `OSError` where the operating system lacks what files of pages need."""
+    if fcntl is None or not all(hasattr(os, name) for name in ("preadv", "pwritev", "posix_fallocate")):
+        raise OSError(
+            errno.ENOSYS, f"{what} needs a platform with file locks, os.preadv and os.posix_fallocate, such as Linux"
+        )
+
+
+def remove_orphans(directory: str, suffix: str = SUFFIX) -> list[str]:
+    """Remove our unfinished files that no living process has locked, and return their names.
 
     A spill file has a name only between its creation and the moment it is locked, and that only on file systems that cannot make
     nameless ones. What is found unlocked was left by a process that was killed in between.
     """
     removed = []
-    for path in sorted(Path(directory).glob(f"{PREFIX}*{SUFFIX}")):
+    for path in sorted(Path(directory).glob(f"{PREFIX}*{suffix}")):
+        if _is_alive(path.name.removeprefix(PREFIX).split("-")[0]):
+            continue  # between making and locking it, maybe
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             removed.append(path.name)
     return removed
+
+
+def lock(fd: int) -> None:
+    """Say that a living process has use for a file; ends with the file's last descriptor."""
+    fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether a process of this machine has that number."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ValueError, OSError, OverflowError):
+        return False
+    return True
 
 
 class SpillFile(Backing):
@@ -55,8 +85,7 @@ class SpillFile(Backing):
     """
 
     def __init__(self, directory: str) -> None:
-        if not hasattr(os, "preadv"):
-            raise OSError(errno.ENOSYS, "spilling needs vectored file access (os.preadv), which this platform lacks")
+        check_platform("spilling")
         self.directory = directory
         try:
             remove_orphans(directory)
@@ -219,7 +248,7 @@ def _open_nameless(directory: str) -> int:
 
 def _open_and_unlink(directory: str) -> int:
     fd, path = tempfile.mkstemp(SUFFIX, f"{PREFIX}{os.getpid()}-", directory)
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    lock(fd)
     with contextlib.suppress(FileNotFoundError):  # another process took it for an orphan: it has no name any more
         os.unlink(path)
     return fd

@@ -152,6 +152,13 @@ class TieredStore(HostStore):
         sizes = (self.batch, self.shape.kv_heads, (stop - start) * self.block_size, self.shape.kv_dim)
         return blocks.unflatten(0, (self.batch, stop - start)).transpose(1, 2).reshape(sizes)
 
+    @property
+    def page_ids(self) -> torch.Tensor:
+        return self.addresses
+
+    def read_pages(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.pool.read(_array(ids)))
+
     def truncate(self, num_blocks: int) -> None:
         if num_blocks < self.num_blocks:
             gone = _array(self._ids[:, num_blocks : self.num_blocks])

@@ -85,7 +85,7 @@ def test_a_full_disk_is_noticed_before_anything_is_promised(tmp_path):
 
 def test_a_spill_file_has_no_name_and_orphans_are_removed(tmp_path, monkeypatch):
     (tmp_path / "other.txt").write_text("not ours")
-    orphan, held = (tmp_path / f"oasis-cache-{name}.spill" for name in ("1-x", "2-y"))
+    orphan, held = (tmp_path / f"oasis-cache-{name}.spill" for name in (f"{2**22 + 1}-x", f"{2**22 + 2}-y"))
     for path in (orphan, held):
         path.write_bytes(b"left behind")
     with open(held, "rb") as alive:
