@@ -176,8 +176,9 @@ class SpillFile(Backing):
             self._shrink()
 
     def _shrink(self) -> None:
-        if self._live == 0 and not any(self._promised.values()) and self._close.alive:
-            os.ftruncate(self._fd, 0)
+        if self._live == 0 and not any(self._promised.values()):
+            if self._close.alive:
+                os.ftruncate(self._fd, 0)
             self.capacity_bytes = self._end = 0
             self._free.clear()
 
