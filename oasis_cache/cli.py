@@ -44,6 +44,23 @@ examples:
 
 exit status: 0 if it fits, or if no limit was given; 1 if it does not fit; 2 if an option is wrong or the model is not found.
 """
+GENERATE_HELP = """\
+Answers a prompt, about a file if one is given, and streams the answer. The complete KV rests in host memory; a decode
+step reads at most --budget tokens per layer and KV head. The answer goes to the standard output, progress and a summary
+of the cache to the standard error.
+
+Without --model it runs SmolLM2-135M-Instruct, whose contexts end at 8,192 tokens: pip install "oasis-cache[demo]".
+"""
+GENERATE_EXAMPLES = """\
+examples:
+  oasis-cache generate "Why is the sky blue?"
+  oasis-cache generate --file report.txt "What does the report say about costs?"
+  oasis-cache generate --file report.txt --model ./qwen3-4b --budget 4096 "Summarise it." > summary.txt
+  oasis-cache generate --file book.txt --max-host-memory 8GiB --spill /scratch "Who is the murderer?"
+  git diff | oasis-cache generate --model ./my-model - --json report.json
+
+exit status: 0; 1 if host memory or the disk did not suffice; 2 if an option is wrong or the model is not found.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_generate(commands)
     _add_plan(commands)
     return parser
 
@@ -139,6 +157,72 @@ def _run_demo(parsed: argparse.Namespace) -> int:
             new_tokens=parsed.new_tokens,
             depth=parsed.depth,
             seed=parsed.seed,
+            device=parsed.device,
+            dtype=parsed.dtype,
+            json_file=parsed.json,
+        )
+    )
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(commands, "generate", "answer a prompt, about a file if one is given", _run_generate)
+    parser.description, parser.epilog = GENERATE_HELP, GENERATE_EXAMPLES
+    parser.add_argument(
+        "prompt", nargs="?", default="", metavar="PROMPT", help="the question; - reads the standard input"
+    )
+    parser.add_argument("--file", type=Path, metavar="FILE", help="a text (UTF-8) that goes before the question")
+    parser.add_argument(
+        "--model", default="packaged", metavar="PATH_OR_ID", help="folder or hub name of a causal language model"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="above 0: sample; 0: the most likely token each time (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: %(default)s)")
+    parser.add_argument("--raw", action="store_true", help="give the text as it is, without the model's chat format")
+    settings = parser.add_argument_group("settings of the cache, see OasisConfig", argument_default=argparse.SUPPRESS)
+    settings.add_argument("--budget", type=int, metavar="N", help="tokens that a decode step may read (default: 2048)")
+    settings.add_argument("--index", choices=INDEX_NAMES, help="what ranks the blocks (default: int2)")
+    settings.add_argument(
+        "--tier-dtype",
+        choices=[name for name in TIER_DTYPES if name],
+        help="fewer bits in host memory (default: exact)",
+    )
+    settings.add_argument(
+        "--max-host-memory", dest="max_host_bytes", type=_size, metavar="SIZE", help="cap on host memory, such as 8GiB"
+    )
+    settings.add_argument("--spill", metavar="DIR", help="a directory for what exceeds the cap")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, ...; auto takes a GPU if there is one (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", default="float32", help="type of weights and KV (default: %(default)s)")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write text, times and counters there; - for the standard output in place of the text",
+    )
+
+
+def _run_generate(parsed: argparse.Namespace) -> int:
+    from oasis_cache.generate import GenerateOptions, run_generate
+
+    names = ("budget", "index", "tier_dtype", "max_host_bytes", "spill")
+    return run_generate(
+        GenerateOptions(
+            prompt=parsed.prompt,
+            file=parsed.file,
+            model=parsed.model,
+            settings={name: getattr(parsed, name) for name in names if hasattr(parsed, name)},
+            new_tokens=parsed.new_tokens,
+            temperature=parsed.temperature,
+            seed=parsed.seed,
+            raw=parsed.raw,
             device=parsed.device,
             dtype=parsed.dtype,
             json_file=parsed.json,
