@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/lookahead.md, made from the committed results: `python -m eval.report` rewrites them in place.
+"""The tables of the pages, made from the committed results: `python -m eval.report` rewrites them in place.
 
 Reads eval/quality/results/ (`python -m eval.quality.needle --out ...`, and so on); no number is typed by hand.
 """
@@ -137,6 +137,31 @@ def prediction_blocks() -> dict[str, str]:
     }
 
 
+def handoff_block() -> str:
+    """What crossed in one hand-off."""
+    run = json.loads((RESULTS / "handoff.json").read_text())
+    rows = {
+        "dense keys and values": run["dense_bytes"],
+        "before the first step: working set": run["of_which_working_set_bytes"],
+        "before the first step: windows, tables": run["of_which_windows_and_tables_bytes"],
+        "before the first step: block index": run["of_which_index_bytes"],
+        f"later, in {run['new_tokens']} steps": run["bytes_later"],
+    }
+    lines = ["| | MB | share of dense |", "|---|---|---|"]
+    lines += [f"| {name} | {size / 1e6:.1f} | {size / run['dense_bytes']:.1%} |" for name, size in rows.items()]
+    less, with_index = run["dense_over_admitted_without_index"], run["dense_over_admitted"]
+    equal = "equal" if run["equal_to_one_process"] else "not equal"
+    text = [
+        f"{run['context_tokens']:,} tokens, budget {run['budget']}: {less:.1f} times less KV than dense before the first step, "
+        f"{with_index:.1f} times less with the block index.",
+        f"{run['pages_at_first']:,} of {run['pages']:,} pages came at first, {run['pages_later']:,} later; tokens {equal} to those "
+        "of one process.",
+        f"{describe(run['environment'])}.",
+        "Made by `python examples/handoff.py --context 8000 --new-tokens 32 --json eval/quality/results/handoff.json`.",
+    ]
+    return "\n".join([*lines, "", *text])
+
+
 def filled(text: str, name: str, block: str) -> str:
     """A page with another block between the markers of that name."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -151,6 +176,8 @@ def pages() -> dict[Path, str]:
     new = {readme: filled(readme.read_text(), "table", readme_block()), lookahead: lookahead.read_text()}
     for name, block in prediction_blocks().items():
         new[lookahead] = filled(new[lookahead], name, block)
+    handoff = ROOT / "docs" / "handoff.md"
+    new[handoff] = filled(handoff.read_text(), "handoff", handoff_block())
     return new
 
 

@@ -110,6 +110,13 @@ class Residency:
             raise
         self.counters.stall_seconds += time.perf_counter() - started
 
+    def fill_slots(self) -> None:
+        """Fetch the blocks that the slots' table names, after it was set to another cache's; no step has asked for them."""
+        held = self.working_set.block_of_slot
+        slots = torch.arange(held.shape[2], device=held.device).expand_as(held)
+        plan = FetchPlan(held.clamp_min(0), slots, held >= 0, self.generation)
+        self.runtime.engine.fetch(plan, self.store, self.working_set.slots)
+
     def stage(self, prediction: torch.Tensor) -> None:
         """Send for the best absent blocks by a prediction [batch, kv_heads, blocks]; slots stay as they are."""
         plan = self.working_set.want_staged(prediction, self.config.max_fetch_blocks, self.generation)

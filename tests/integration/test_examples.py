@@ -43,3 +43,13 @@ def test_accelerate_data_parallel(tmp_path):
     assert {answer["process"] for answer in report["answers"]} == {0, 1}
     assert report["found"] == 3
     assert "3 of 3 numbers found by 2 processes" in printed
+
+
+def test_handoff(tmp_path):
+    pytest.importorskip("zmq", reason="of the `handoff` extra, which the `test` extra has")
+    arguments = ["--context", "500", "--budget", "256", "--new-tokens", "6"]
+    printed, report = run([], "handoff.py", tmp_path / "out.json", *arguments)
+    assert report["equal_to_one_process"]
+    assert "Tokens equal to those of one process: True" in printed
+    assert 0 < report["admitted_bytes"] < report["dense_bytes"]
+    assert 0 < report["pages_at_first"] + report["pages_later"] <= report["pages"]
