@@ -162,6 +162,47 @@ def handoff_block() -> str:
     return "\n".join([*lines, "", *text])
 
 
+def tiers_block() -> str:
+    """What stands between the markers of docs/tiers.md."""
+    tiers = json.loads((RESULTS / "tiers.json").read_text())
+    names = list(dict.fromkeys(row["tier"] for row in tiers["bytes"]))
+    ratios = {(row["cache"], row["tier"]): row["ratio"] for row in tiers["bytes"]}
+    types = list(dict.fromkeys(row["cache"] for row in tiers["bytes"]))
+    logits = {row["tier"]: row for row in tiers["logits"]}
+    lines = [
+        "| `tier_dtype` | "
+        + " | ".join(f"host bytes, {name}" for name in types)
+        + " | KL, mean | 95 % | max | same token |",
+        "|---|" + "---|" * (len(types) + 4),
+    ]
+    for name in names:
+        row = logits[name]
+        cells = [f"{ratios[cache, name]:.3f}" for cache in types]
+        cells += [f"{row[key]:.1e}" for key in ("kl_mean", "kl_p95", "kl_max")] + [f"{row['top1']:.1%}"]
+        label = "`None`, against the dense cache" if row["against"] == "dense" else f"`{name}`, against `None`"
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    ways = {"answer": "exactly", "question": "sparsely"}
+    lines += [
+        "",
+        "| tokens | budget | question read | " + " | ".join(f"`{name}`" for name in names) + " |",
+        "|---|---|---|" + "---|" * len(names),
+    ]
+    for key in dict.fromkeys((row["length"], row["budget"], row["way"]) for row in tiers["answers"]):
+        mine = {row["tier"]: row for row in tiers["answers"] if (row["length"], row["budget"], row["way"]) == key}
+        cells = [f"{row['found']}/{row['samples']} ({row['unchanged']}/{row['samples']})" for row in mine.values()]
+        lines.append(f"| {key[0]:,} | {key[1]} | {ways[key[2]]} | " + " | ".join(cells) + " |")
+    arguments = tiers["arguments"]
+    positions = logits[names[0]]["positions"]
+    return (
+        f"Host bytes of {tiers['bytes'][0]['tokens']:,} tokens against those of `None`; divergence of the next token's "
+        f"distribution in nats, over {positions} positions behind {arguments['length']:,} tokens, budget {arguments['budget']}:\n\n"
+        + "\n".join(lines[: 2 + len(names)])
+        + "\n\nNumbers found of those hidden, and (in brackets) answers that are those of `None` word for word:\n"
+        + "\n".join(lines[2 + len(names) :])
+        + f"\n\n{describe(tiers['environment'])}. Made by `python -m eval.quality.tiers` and `python -m eval.report`."
+    )
+
+
 def filled(text: str, name: str, block: str) -> str:
     """A page with another block between the markers of that name."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -178,6 +219,8 @@ def pages() -> dict[Path, str]:
         new[lookahead] = filled(new[lookahead], name, block)
     handoff = ROOT / "docs" / "handoff.md"
     new[handoff] = filled(handoff.read_text(), "handoff", handoff_block())
+    tiers = ROOT / "docs" / "tiers.md"
+    new[tiers] = filled(tiers.read_text(), "tiers", tiers_block())
     return new
 
 

@@ -61,6 +61,18 @@ examples:
 
 exit status: 0; 1 if host memory or the disk did not suffice; 2 if an option is wrong or the model is not found.
 """
+DOCTOR_HELP = """\
+Says what this machine and this installation can do: versions, GPU, Triton, page-locked memory, numba, host memory, and a
+self-test of a few seconds against DynamicCache. What could be better comes with what to do about it.
+"""
+DOCTOR_EXAMPLES = """\
+examples:
+  oasis-cache doctor
+  oasis-cache doctor --json                print JSON instead, for a script or a bug report
+  oasis-cache doctor --json health.json    write it to a file too
+
+exit status: 0 if all works, 1 if something does not, 2 if an option is wrong.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_generate(commands)
     _add_plan(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -268,6 +281,24 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="FILE",
         help="write JSON to a file too, or (without one) print it instead",
     )
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(commands, "doctor", "what this machine and installation can do", _run_doctor)
+    parser.description, parser.epilog = DOCTOR_HELP, DOCTOR_EXAMPLES
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write JSON to a file too, or (without one) print it instead",
+    )
+
+
+def _run_doctor(parsed: argparse.Namespace) -> int:
+    from oasis_cache.doctor import run_doctor
+
+    return run_doctor(parsed.json)
 
 
 def _size(words: str) -> int:
