@@ -111,10 +111,14 @@ class PagePools:
         with self.locked():
             live = self.live_bytes
             homeless = sum(pool.num_homeless * pool.stride for pool in self.pools.values())
-        if cap is None or live + num_bytes <= self.PROMISE_FROM * cap:
-            self.memory.require(num_bytes, purpose)
-        elif self.spill is not None:
-            self.memory.require(max(0, min(num_bytes, cap - self.memory.reserved_bytes)), purpose)
+        fits = cap is None or live + num_bytes <= self.PROMISE_FROM * cap
+        if fits or self.spill is not None:  # what is reserved and free is no bytes more, so the cap leaves enough
+            left = num_bytes if cap is None else max(0, cap - self.memory.reserved_bytes)
+            self.memory.require(min(num_bytes, left), purpose)
+        if fits:
+            return
+        assert cap is not None
+        if self.spill is not None:
             more = homeless + num_bytes - self.spill.spare_bytes
             if more > self.spill.free_bytes:
                 raise OSError(

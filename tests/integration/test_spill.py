@@ -120,6 +120,16 @@ def test_skipping_misses_reads_what_the_disk_brought(tmp_path):
         assert all(map(torch.equal, out.logits, expected.logits))
 
 
+@pytest.mark.parametrize("max_host_bytes", [44_000, 48_000, 52_000])
+def test_frames_that_are_free_count_as_room(tmp_path, max_host_bytes):
+    """A cap of which nearly all is reserved, and not all of that in use, while a context grows past it token by token."""
+    model, ids = models.build("llama"), models.prompt(150)
+    expected = models.generate(model, ids, OasisCache(CONFIG, model_config=model.config), 24).sequences
+    with OasisCache(CONFIG, model_config=model.config, spill=str(tmp_path), max_host_bytes=max_host_bytes) as cache:
+        assert torch.equal(models.generate(model, ids, cache, 24).sequences, expected)
+        assert cache.stats().host_bytes_reserved <= max_host_bytes
+
+
 def test_a_disk_without_room_refuses_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(spill, "EXTENT_BYTES", 4096)
     model, cache = models.build("llama"), spilled(tmp_path, 20 * BLOCK_BYTES)
