@@ -46,7 +46,10 @@ def sample_weights(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().flatten()
-        at = torch.linspace(0, max(0, flat.numel() - 1), min(_SAMPLES, flat.numel()), device=flat.device).long()
+        count = min(_SAMPLES, flat.numel())
+        at = (
+            torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
+        )  # integers: floats would overshoot
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(flat[at].to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()

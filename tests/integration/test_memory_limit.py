@@ -79,14 +79,14 @@ while True:
 def start(code, directory):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", COMMON + code, str(directory)],
+        [sys.executable, "-W", "ignore", "-c", code, str(directory)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_context_of_eight_caps_decodes_where_the_dense_cache_dies(tmp_path):
-    child = start(LIMITED, tmp_path)
+    child = start(COMMON + LIMITED, tmp_path)
     out, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
     assert "spilled" in out and "dense died" in out
@@ -95,7 +95,8 @@ def test_a_context_of_eight_caps_decodes_where_the_dense_cache_dies(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_a_whole_file_and_no_other(tmp_path):
-    child = start(KILLED, tmp_path)
+    common = COMMON.replace("TOKENS, CHUNK = 16384", "TOKENS, CHUNK = 2048")
+    child = start(common + KILLED, tmp_path)
     assert child.stdout.readline() == "ready\n", child.stderr.read()
     time.sleep(2)
     child.send_signal(signal.SIGKILL)
@@ -105,7 +106,7 @@ def test_a_killed_process_leaves_a_whole_file_and_no_other(tmp_path):
     names = [path.name for path in tmp_path.iterdir()]
     assert "saved" in names and len(names) <= 2
     namespace: dict = {}
-    exec(COMMON, namespace)
+    exec(common, namespace)
     with namespace["OasisCache"].load(
         tmp_path / "saved", namespace["config"], spill=str(tmp_path), max_host_bytes=2**25
     ) as cache:

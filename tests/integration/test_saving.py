@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from oasis_cache import OasisCache, OasisConfig, kernels, saving, uninstall
 from oasis_cache.saving import container
+from oasis_cache.saving.fingerprint import sample_weights
 from tests import models
 from tests.integration.survival import assert_summaries, oasis_layers
 
@@ -161,6 +162,19 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
     with pytest.raises(ValueError, match="saved for a llama model: pass the model"):
         OasisCache.load(path)
     OasisCache.load(path, model, lookahead="off", trace=True).close()
+
+
+def test_weights_are_sampled_from_the_first_to_the_last_number_of_parameters_of_any_size():
+    large = torch.nn.Linear(49152, 576, bias=True, dtype=torch.bfloat16)  # its last index is no float32
+    with torch.no_grad():
+        large.weight.zero_()
+        large.bias.zero_()
+    digests = {sample_weights(large)}
+    for place in (0, -1):
+        with torch.no_grad():
+            large.weight.view(-1)[place] = 1.0
+        digests.add(sample_weights(large))
+    assert len(digests) == 3
 
 
 def test_settings_that_are_part_of_the_content_cannot_be_changed(tmp_path):
