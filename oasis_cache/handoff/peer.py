@@ -47,7 +47,7 @@ class PrefillPeer(Backing):
         self.address, self.timeout, self.rereads = address, timeout, rereads
         self.requests = self.state_bytes = self.index_bytes = self.pages_received = self.bytes_received = 0
         self._tables: dict[tuple[int, int], torch.Tensor] = {}  # layer, part of its store -> [batch, blocks] int64 keys
-        self._came = np.zeros(0, bool)
+        self._came, self._page_bytes = np.zeros(0, bool), np.zeros(0, np.int64)
         self._lost: str | None = None
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class PrefillPeer(Backing):
             if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < num_pages:
                 raise HandoffError(f"{self.address} sent {name} with keys outside of its {num_pages} pages")
             self._tables[int(layer), int(part)] = table
-        self._came = np.zeros(num_pages, bool)
+        self._came, self._page_bytes = np.zeros(num_pages, bool), np.zeros(num_pages, np.int64)
         return header, tensors
 
     def read(self, keys: np.ndarray, out: Sequence[np.ndarray]) -> None:
@@ -101,9 +101,9 @@ class PrefillPeer(Backing):
             header, frames = self._request(pack_header(ask=ASK_PAGES), keys.astype(np.int64).tobytes())
             if header.get("pages") != len(keys) or len(frames) != len(keys):
                 raise HandoffError(f"{self.address} sent {len(frames)} pages where {len(keys)} were asked for")
-            for frame, page in zip(frames, out, strict=True):
-                if len(frame) > len(page):
-                    raise HandoffError(f"{self.address} sent {len(frame)} bytes as a page of {len(page)}")
+            for frame, page_bytes in zip(frames, self._page_bytes[keys].tolist(), strict=True):
+                if len(frame) != page_bytes:
+                    raise HandoffError(f"{self.address} sent {len(frame)} bytes as a page of {page_bytes}")
         except HandoffError as error:
             self._lost = str(error)
             raise self._missing(self._lost, keys) from error
@@ -126,6 +126,7 @@ class PrefillPeer(Backing):
             if table is None or table.shape[0] != part.batch or not isinstance(part, TieredStore):
                 raise StateError(f"the pages of layer {layer} are not named")
             if table.numel():
+                self._page_bytes[table.flatten().numpy()] = part.format.page_bytes
                 part.adopt(self, table)
 
     def missing(self) -> dict[int, list[int]]:

@@ -358,7 +358,7 @@ def impostor(*replies):
 
     def answer():
         for reply in replies:
-            if not socket.poll(5000):
+            if not socket.poll(3000):
                 return
             peer, number, *_ = socket.recv_multipart()
             socket.send_multipart([peer, number, *reply])
@@ -422,12 +422,23 @@ def test_a_damaged_state_is_refused(damage, served):
         receive(address, model_config=cache.model_config, timeout=2.0)
 
 
-@pytest.mark.parametrize("pages", [[], [b"x"], [b"x" * 10**6] * 200], ids=["none", "short", "long"])
-def test_pages_of_a_wrong_size_are_refused(pages, served):
+@pytest.mark.parametrize(("count", "size"), [(0, 0), (1, 0), (0, -1), (0, 1)])
+def test_pages_of_a_wrong_number_or_size_are_refused(count, size, served):
+    """As many pages more than were asked for, of so many bytes more than a page has; (0, 0) is what a true server does."""
     cache, server = served
-    reply = [json.dumps({"protocol": "oasis-cache hand-off 1", "pages": len(pages)}).encode(), *pages]
-    with impostor(honest_state(server), reply) as address, pytest.raises(HandoffError, match=r"pages|bytes"):
-        receive(address, model_config=cache.model_config, timeout=2.0)
+    layers = [layer.working_set.block_of_slot.unique().numel() for layer in cache.layers]
+    page = b"x" * (cache.layers[0].store.format.page_bytes + size)
+    protocol = "oasis-cache hand-off 1"
+    replies = [
+        [json.dumps({"protocol": protocol, "pages": asked + count}).encode(), *[page] * (asked + count)]
+        for asked in layers
+    ]
+    with impostor(honest_state(server), *replies) as address:
+        if (count, size) == (0, 0):
+            receive(address, model_config=cache.model_config, timeout=2.0).cache.close()
+        else:
+            with pytest.raises(HandoffError, match="pages where" if count else "bytes as a page of"):
+                receive(address, model_config=cache.model_config, timeout=2.0)
 
 
 def test_every_bit_of_the_description_is_refused_or_harmless(served):
