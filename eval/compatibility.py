@@ -14,6 +14,7 @@ import copy
 import json
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -237,6 +238,20 @@ def deepcopy(model: PreTrainedModel, make: Callable[[], Any]) -> Any:
     return first.sequences, second.sequences, torch.stack(first.logits), torch.stack(second.logits)
 
 
+def saved(model: PreTrainedModel, make: Callable[[], Any]) -> Any:
+    """An answer from a cache that was written to a file and read again; `DynamicCache` just goes on."""
+    cache, ids = make(), models.prompt(61)
+    models.forward(model, ids[:, :60], cache)
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(cache, OasisCache):
+            path = Path(folder, "saved.safetensors")
+            cache.save(path, model=model)
+            cache.close()
+            cache = OasisCache.load(path, model)
+        out = _answer(model, ids, cache, 6)
+    return out.sequences, torch.stack(out.logits)
+
+
 COLUMNS: dict[str, Way] = {
     "exact": exact,
     "prompt lookup": lookup,
@@ -245,6 +260,7 @@ COLUMNS: dict[str, Way] = {
     "chunked prefill": chunked,
     "second turn": second_turn,
     "deepcopy": deepcopy,
+    "save/load": saved,
 }
 
 
@@ -386,7 +402,7 @@ def run(only: list[str] | None) -> None:
         RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
-ORDER = ("exact", "sparse", "prompt lookup", "beam", "left-padded", "chunked prefill", "second turn", "deepcopy")
+ORDER = ("exact", "sparse", "prompt lookup", "beam", "left-padded", "chunked prefill", "second turn", "deepcopy", "save/load")
 
 
 def table() -> str:
