@@ -198,8 +198,8 @@ def _attention_function(
 ) -> tuple[torch.Tensor, None]:
     assert _rules is not None, "an oracle model runs inside `rules`"
     config, layers, blind_mean, margins = _rules
-    causal = getattr(module, "is_causal", True)
-    if not causal or (layers is not None and module.layer_idx not in layers):
+    causal = getattr(module, "is_causal", True)  # if not, the mask says what is, or nothing is
+    if (not causal and attention_mask is None) or (layers is not None and module.layer_idx not in layers):
         config = None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     latents = vars(module).get(_LATENTS)
