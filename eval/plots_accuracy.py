@@ -125,7 +125,10 @@ def needles(run: Run, path: Path) -> bool:
         if prediction.task == "needle" and prediction.share in (HEADLINE, None) and prediction.depth is not None:
             depth = round(5 * prediction.depth)
             scores[prediction.method][prediction.length, depth].append(metrics.score_of(prediction))
-    methods = [method for method in ("dense", *run.methods) if method in scores]
+    most = max(map(len, scores.values()), default=0)
+    methods = [
+        method for method in ("dense", *run.methods) if len(scores[method]) > most / 2
+    ]  # others are nearly empty
     if not methods:
         return False
     lengths = sorted({length for cells in scores.values() for length, _ in cells})
@@ -168,43 +171,49 @@ def needles(run: Run, path: Path) -> bool:
 
 
 def budgets(run: Run, path: Path) -> bool:
-    """Needles found against the budget, at the length that has most budgets; a panel per way of asking."""
-    points: dict[tuple[int, str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Needles found by budget, at the length that has most budgets; a panel per way of asking."""
+    points: dict[tuple[int, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     dense: dict[tuple[int, str], list[float]] = defaultdict(list)
     for prediction in run.predictions:
-        if prediction.task == "needle" and prediction.share is not None:
-            points[prediction.length, prediction.way, prediction.method][prediction.share].append(
-                metrics.score_of(prediction)
-            )
+        if prediction.task == "needle" and prediction.budget is not None:
+            cell = prediction.length, prediction.way, prediction.method
+            points[cell][prediction.budget].append(metrics.score_of(prediction))
         elif prediction.task == "needle":
             dense[prediction.length, prediction.way].append(metrics.score_of(prediction))
     if not points:
         return False
-    length = max(points, key=lambda key: (len(points[key]), key[0]))[0]
-    if max(len(shares) for key, shares in points.items() if key[0] == length) < 2:
+    length = max(points, key=lambda cell: (len(points[cell]), cell[0]))[0]
+    shown = {cell: budgets for cell, budgets in points.items() if cell[0] == length}
+    ticks = sorted({budget for budgets in shown.values() for budget in budgets})
+    if len(ticks) < 2:
         return False
     figure, panels = pyplot.subplots(1, 2, figsize=(10.5, 4.2), sharey=True, layout="constrained")
     for axes, (way, words) in zip(panels, WAYS.items(), strict=True):
-        for method in run.methods:
-            shares = points.get((length, way, method))
-            if not shares:
-                continue
+        for number, method in enumerate(run.methods):
+            found = sorted(shown.get((length, way, method), {}).items())
             colour, marker = STYLES[method]
-            tokens = [share * length for share in sorted(shares)]
-            found = [100 * sum(shares[share]) / len(shares[share]) for share in sorted(shares)]
-            axes.plot(tokens, found, marker=marker, color=colour, label=title(method))
+            # lines that lie on each other show as bands: earlier ones are wider
+            width = 1 + 0.55 * (len(run.methods) - 1 - number)
+            axes.plot(
+                [budget for budget, _ in found],
+                [100 * sum(scores) / len(scores) for _, scores in found],
+                marker=marker,
+                markersize=5 + width,
+                linewidth=width,
+                color=colour,
+                label=title(method),
+            )
         if dense.get((length, way)):
             level = 100 * sum(dense[length, way]) / len(dense[length, way])
-            axes.axhline(level, color="0.4", linestyle="--", label="DynamicCache")
+            axes.axhline(level, color="0.4", linestyle="--", linewidth=1, label="DynamicCache")
         axes.set_xscale("log", base=2)
-        ticks = sorted({share * length for key, shares in points.items() if key[0] == length for share in shares})
-        axes.set(xticks=ticks, xticklabels=[f"{tick:.0f}" for tick in ticks], ylim=(-4, 104))
+        axes.set(xticks=ticks, xticklabels=[str(tick) for tick in ticks], ylim=(-6, 106))
         axes.minorticks_off()
         axes.set(xlabel="budget, tokens per layer and KV head", title=f"question read {words}")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("needles found, %")
     panels[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    samples = max(len(values) for key, shares in points.items() if key[0] == length for values in shares.values())
+    samples = max(len(scores) for budgets in shown.values() for scores in budgets.values())
     figure.suptitle(f"Accuracy against budget, {length:,} tokens, {samples} needles a point", fontsize=11)
     return _save(figure, path)
 

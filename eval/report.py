@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eval.quality import accuracy
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "quality" / "results"
 NAMES = {"dense": "DynamicCache", "recency": "sink + recent tokens only"}
@@ -217,10 +219,15 @@ def pages() -> dict[Path, str]:
     new = {readme: filled(readme.read_text(), "table", readme_block()), lookahead: lookahead.read_text()}
     for name, block in prediction_blocks().items():
         new[lookahead] = filled(new[lookahead], name, block)
-    handoff = ROOT / "docs" / "handoff.md"
+    handoff, scores = ROOT / "docs" / "handoff.md", ROOT / "docs" / "accuracy.md"
     new[handoff] = filled(handoff.read_text(), "handoff", handoff_block())
     tiers = ROOT / "docs" / "tiers.md"
     new[tiers] = filled(tiers.read_text(), "tiers", tiers_block())
+    run = accuracy.Run(accuracy.COMMITTED)
+    new[readme] = filled(new[readme], "accuracy", accuracy.readme_block(run))
+    new[scores] = scores.read_text()
+    for name, block in accuracy.blocks(run).items():
+        new[scores] = filled(new[scores], name, block)
     return new
 
 

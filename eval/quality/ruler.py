@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -48,9 +48,25 @@ def add_punkt() -> None:
             return
 
 
+@functools.cache
 def essay() -> list[str]:
     """The packaged prose as a list of words."""
     return re.sub(r"\s+", " ", " ".join(sentences())).split(" ")
+
+
+# Documents to make, of each `offline` that is entered. lm-eval keeps its task functions, and what they imported, as long as the
+# process lives: what is put in the place of its own functions has to ask again at each call.
+_entered: list[int | None] = []
+
+
+def _packaged_haystack(original: Callable[[str], Any], type_haystack: str) -> Any:
+    return essay() if _entered and type_haystack == "essay" else original(type_haystack)
+
+
+def _limited_samples(original: Callable[..., list[dict]], *args: Any, **options: Any) -> list[dict]:
+    if _entered and _entered[-1] is not None:
+        options["num_samples"] = _entered[-1]
+    return original(*args, **options)
 
 
 @contextmanager
@@ -63,20 +79,15 @@ def offline(samples: int | None = None) -> Iterator[None]:
     add_punkt()
     from lm_eval.tasks.ruler import prepare_niah  # it looks for the splitter's data as it is imported
 
-    haystack, generate = prepare_niah.get_haystack, prepare_niah.generate_samples
-
-    def packaged(type_haystack: str) -> list[str] | str:
-        return essay() if type_haystack == "essay" else haystack(type_haystack)
-
-    def fewer(*args: Any, **options: Any) -> list[dict]:
-        return generate(*args, **{**options, "num_samples": samples or options["num_samples"]})
-
-    prepare_niah.get_haystack = functools.cache(packaged)
-    prepare_niah.generate_samples = fewer
+    before = prepare_niah.get_haystack, prepare_niah.generate_samples
+    prepare_niah.get_haystack = functools.partial(_packaged_haystack, before[0])
+    prepare_niah.generate_samples = functools.partial(_limited_samples, before[1])
+    _entered.append(samples)
     try:
         yield
     finally:
-        prepare_niah.get_haystack, prepare_niah.generate_samples = haystack, generate
+        _entered.pop()
+        prepare_niah.get_haystack, prepare_niah.generate_samples = before
 
 
 def load_tasks(names: tuple[str, ...], tokenizer_path: str, length: int, samples: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from oasis_cache.demo import cache_argument, prefill
 DENSE_RIGHT = 0.5
 SMALLEST_BUDGET = 96
 BLOCK = 16
+CHUNK_TOKENS = 8192  # read at once: a first chunk is the cheapest, as its causal mask is never made
 
 Snapshot = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -71,7 +72,7 @@ def read_context(model: PreTrainedModel, ids: Sequence[int]) -> Snapshot | None:
     cache = DynamicCache(config=model.config)
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
         return None
-    prefill(model, torch.tensor([list(ids)], device=model.device), cache)
+    prefill(model, torch.tensor([list(ids)], device=model.device), cache, chunk_tokens=CHUNK_TOKENS)
     return [(layer.keys.cpu(), layer.values.cpu()) for layer in cache.layers]
 
 

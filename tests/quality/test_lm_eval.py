@@ -198,16 +198,16 @@ def test_the_command_runs_ruler_offline(tmp_path):
         "--device",
         "cpu",
     ]
-    command += ["--metadata", '{"max_seq_lengths":[1024]}', "--output_path", str(tmp_path / "out"), "--log_samples"]
+    command += ["--metadata", '{"max_seq_lengths":[4000]}', "--output_path", str(tmp_path / "out"), "--log_samples"]
     assert lm_eval_command(command) == 0
     (file,) = (tmp_path / "out").rglob("results_*.json")
     results = json.loads(file.read_text())
-    assert 0 <= results["results"]["niah_single_2"]["1024,none"] <= 1
+    assert 0 <= results["results"]["niah_single_2"]["4000,none"] <= 1
     assert results["config"]["oasis_config"]["max_fetch"] is None
     assert results["config"]["oasis_stats"]["sparse_steps"] > 0
     (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
     prompt = json.loads(samples.read_text().splitlines()[0])["arguments"]["gen_args_0"]["arg_0"]
-    assert "special magic number" in prompt and "unto" in prompt  # the Bible
+    assert "special magic number" in prompt and "God created the heaven" in prompt
 
 
 @pytest.mark.slow
@@ -217,9 +217,10 @@ def test_ruler_documents_are_the_same_every_time_and_lm_eval_keeps_its_own(tmp_p
     before = prepare_niah.get_haystack, prepare_niah.generate_samples
     by_character(chat=False).save_pretrained(tmp_path)
     drawn = []
-    for _ in range(2):
-        tasks = ruler.load_tasks(("niah_single_1", "niah_multivalue"), str(tmp_path), 1024, 3)
+    for samples in (3, 3, 2):
+        tasks = ruler.load_tasks(("niah_single_2", "niah_multivalue"), str(tmp_path), 4000, samples)
         drawn.append([[doc["input"] for doc in task.test_docs()] for task in tasks.values()])
     assert drawn[0] == drawn[1]
-    assert [len(docs) for docs in drawn[0]] == [3, 3]
+    assert [[len(docs) for docs in each] for each in drawn] == [[3, 3], [3, 3], [2, 2]]
+    assert "God created the heaven" in drawn[0][0][0]
     assert (prepare_niah.get_haystack, prepare_niah.generate_samples) == before

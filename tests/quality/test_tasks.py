@@ -77,7 +77,7 @@ def test_suites_name_families_and_sizes_that_there_are():
     for parts in SUITES.values():
         assert all(part.family in FAMILIES for part in parts)
     lengths = {part.length for part in SUITES["full"]}
-    assert lengths == {1024, 2048, 4096, 8192}
+    assert lengths == {1024, 2048, 4096, 8192} == {part.length for part in SUITES["ruler"]}
     with pytest.raises(ValueError, match="shares above 0"):
         Part("needle", 1024, 1, (2.0,))
 

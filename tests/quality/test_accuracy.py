@@ -1,0 +1,63 @@
+"""What the report says of a run made up by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from eval.quality import accuracy
+from tests.quality.test_metrics import prediction
+
+ENVIRONMENT = {
+    "model": "tiny",
+    "dtype": "float32",
+    "device_name": "the CPU",
+    "threads": 1,
+    "torch": "2",
+    "transformers": "5",
+}
+
+
+def run_of(folder, predictions) -> accuracy.Run:
+    config = {"environment": {**ENVIRONMENT, "text": "prose"}, "commit": "abc", "seconds": 60.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "predictions.jsonl").write_text("".join(json.dumps(asdict(each)) + "\n" for each in predictions))
+    return accuracy.Run(folder)
+
+
+def task(name: str, dense: list[int], **methods: list[int]) -> list:
+    columns = {"dense": dense, **methods}
+    return [
+        prediction(name, str(number), method, [score])
+        for method, scores in columns.items()
+        for number, score in enumerate(scores)
+    ]
+
+
+@pytest.mark.parametrize(("lost", "said"), [([1, 1], "4,096 tokens: met. 0.0"), ([1, 0], "4,096 tokens: missed. 25.0")])
+def test_the_target_is_met_or_missed(tmp_path, lost, said):
+    run = run_of(tmp_path, task("easy", [1, 1], oasis=[1, 1]) + task("hard", [1, 1], oasis=lost))
+    text = accuracy.target_text(run)
+    assert said in text
+    assert ("hard 50.0 (question read exactly, 2 samples)" in text) == ("missed" in said)
+
+
+def test_methods_that_ran_only_some_tasks_have_scores_and_no_average(tmp_path):
+    predictions = task("easy", [1, 1], oasis=[1, 1], **{"kvpress-knorm": [0, 1]}) + task("hard", [1, 1], oasis=[1, 0])
+    predictions += task("fails", [0, 0], oasis=[1, 1])
+    run = run_of(tmp_path, predictions)
+    assert "kvpress" not in accuracy.average_table(run) and "25.0" in accuracy.average_table(run)
+    assert "| easy | 4,096 | exactly | 2 | 100 | 100 | 50 |" in accuracy.task_table(run)
+    assert "| fails | 4,096 | exactly | 2 | 0 | dense fails |" in accuracy.task_table(run)
+    assert "| OasisCache | 3/4 |" in accuracy.kept_table(run) and "| kvpress, key norms | 1/2 |" in accuracy.kept_table(
+        run
+    )
+    assert "512 of 4,096 | 18 | 0 |" in accuracy.reading_table(run)
+    assert "commit abc" in accuracy.blocks(run)["environment"]
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no results"):
+        accuracy.Run(tmp_path)
