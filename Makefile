@@ -34,7 +34,7 @@ SOURCES := oasis_cache tests $(wildcard eval examples docs/hooks.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-matrix fuzz gpu-check needle accuracy kvpress-baselines docs lint format types clean $(OLDER_TRANSFORMERS:%=matrix-%)
+.PHONY: help demo test test-fast test-matrix fuzz gpu-check needle accuracy kvpress-baselines docs notebooks lint format types clean $(OLDER_TRANSFORMERS:%=matrix-%)
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ kvpress-baselines: $(VENV)/dev$(STAMP) $(MATRIX)/kvpress/.installed-$(KVPRESS) #
 	$(OFFLINE) $(MATRIX)/kvpress/bin/python eval/quality/methods/kvpress_baselines.py run --samples $(MATRIX)/kvpress/samples.jsonl \
 		--model "$$($(BIN)/python -c 'from oasis_cache.packaged import packaged_model_dir; print(packaged_model_dir())')" \
 		--out eval/quality/results/full/kvpress.jsonl $(ARGS)
+
+notebooks: $(MATRIX)/notebooks/notebook$(STAMP) ## Run all notebooks on the packaged model (ARGS=--write: and keep their outputs)
+	$(OFFLINE) $(SIDE_BY_SIDE) $(MATRIX)/notebooks/bin/python -m eval.notebooks $(ARGS)
 
 lint: $(VENV)/dev$(STAMP) ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)
@@ -117,6 +120,11 @@ $(MATRIX)/tf-%/test$(STAMP):
 	@grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(MATRIX)/tf-$*/constraints.txt
 	@echo 'transformers==$*' >> $(MATRIX)/tf-$*/constraints.txt
 	@$(call environment,$(MATRIX)/tf-$*,$(MATRIX)/tf-$*/constraints.txt,demo-tools$(comma)test)
+	@touch $@
+
+$(MATRIX)/notebooks/notebook$(STAMP):
+	@echo "Installing what the notebooks need into $(MATRIX)/notebooks"
+	@$(call environment,$(MATRIX)/notebooks,constraints.txt,notebook$(comma)demo-tools)
 	@touch $@
 
 # The site is built from the sources, which need not be installed: an environment of seconds, without PyTorch.

@@ -53,3 +53,13 @@ def test_handoff(tmp_path):
     assert "Tokens equal to those of one process: True" in printed
     assert 0 < report["admitted_bytes"] < report["dense_bytes"]
     assert 0 < report["pages_at_first"] + report["pages_later"] <= report["pages"]
+
+
+def test_lookahead_batch(tmp_path):
+    arguments = ["--context", "600", "--questions", "2", "--budget", "256", "--new-tokens", "16"]
+    printed, report = run([], "lookahead_batch.py", tmp_path / "out.json", *arguments)
+    assert report["found"] == 2
+    assert "2 of 2 numbers found" in printed
+    assert report["sparse_steps"] > 0
+    assert 0 < report["accepted"] <= report["drafted"]
+    assert report["forwards"] < 15  # those of plain decoding
