@@ -17,12 +17,12 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
 MOST_BYTES = 400_000  # of a notebook with its outputs
-CELL_SECONDS = 600
+CELL_SECONDS = 1200
 
 
 def run(path: Path) -> nbformat.NotebookNode:
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         started = time.perf_counter()
         try:
             notebook = run(path)
-        except CellExecutionError as error:
-            print(f"{path.name}: a cell raised\n{error}", file=sys.stderr)
+        except (CellExecutionError, CellTimeoutError) as error:
+            print(f"{path.name}: a cell failed\n{error}", file=sys.stderr)
             failed += 1
             continue
         text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
