@@ -402,7 +402,17 @@ def run(only: list[str] | None) -> None:
         RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
-ORDER = ("exact", "sparse", "prompt lookup", "beam", "left-padded", "chunked prefill", "second turn", "deepcopy", "save/load")
+ORDER = (
+    "exact",
+    "sparse",
+    "prompt lookup",
+    "beam",
+    "left-padded",
+    "chunked prefill",
+    "second turn",
+    "deepcopy",
+    "save/load",
+)
 
 
 def table() -> str:
