@@ -86,6 +86,7 @@ def tasks(run: Run, path: Path) -> bool:
         layout="constrained",
     )
     handles = {}
+    lowest = min(-10.0, *(cell["loss_low"] for cell in cells))
     for axes, length in zip(panels[0], lengths, strict=True):
         for number, method in enumerate(run.methods):
             colour, marker = STYLES[method]
@@ -99,7 +100,7 @@ def tasks(run: Run, path: Path) -> bool:
                     cell["loss"], place, marker, color=colour, markersize=5, linestyle="none"
                 )
         axes.axvline(0, color="0.4", linewidth=1)
-        axes.set(title=f"{length:,} tokens", xlabel="points lost against dense", xlim=(-30, 105))
+        axes.set(title=f"{length:,} tokens", xlabel="points lost against dense", xlim=(lowest - 5, 105))
         axes.grid(alpha=0.3, axis="x")
         for place in range(len(names) - 1):
             axes.axhline(place + 0.5, color="0.85", linewidth=0.8)

@@ -96,10 +96,13 @@ def load_tasks(names: tuple[str, ...], tokenizer_path: str, length: int, samples
     Args:
         tokenizer_path: Folder or hub name of the tokenizer that counts their lengths.
     """
+    from lm_eval import tasks
     from lm_eval.tasks import TaskManager
 
     random.seed(SEED)
     numpy.random.seed(SEED)  # noqa: NPY002 -- lm-eval draws from the global generators
     with offline(samples):
-        manager = TaskManager(metadata={"tokenizer": tokenizer_path, "max_seq_lengths": [length]})
+        folder = str(Path(tasks.__file__).parent / "ruler")  # the other thousands take long to look through
+        metadata = {"tokenizer": tokenizer_path, "max_seq_lengths": [length]}
+        manager = TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
         return dict(manager.load(list(names))["tasks"])
