@@ -49,7 +49,7 @@ def describe(environment: dict[str, Any]) -> str:
     )
 
 
-def readme_block() -> str:
+def needle_block() -> str:
     """What stands between the markers."""
     needle = json.loads((RESULTS / "needle.json").read_text())
     first = needle["arguments"]["first_seed"]
@@ -216,7 +216,7 @@ def filled(text: str, name: str, block: str) -> str:
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
     readme, lookahead = ROOT / "README.md", ROOT / "docs" / "lookahead.md"
-    new = {readme: filled(readme.read_text(), "table", readme_block()), lookahead: lookahead.read_text()}
+    new = {readme: readme.read_text(), lookahead: lookahead.read_text()}
     for name, block in prediction_blocks().items():
         new[lookahead] = filled(new[lookahead], name, block)
     handoff, scores = ROOT / "docs" / "handoff.md", ROOT / "docs" / "accuracy.md"
@@ -225,7 +225,7 @@ def pages() -> dict[Path, str]:
     new[tiers] = filled(tiers.read_text(), "tiers", tiers_block())
     run = accuracy.Run(accuracy.COMMITTED)
     new[readme] = filled(new[readme], "accuracy", accuracy.readme_block(run))
-    new[scores] = scores.read_text()
+    new[scores] = filled(scores.read_text(), "needles", needle_block())
     for name, block in accuracy.blocks(run).items():
         new[scores] = filled(new[scores], name, block)
     return new
