@@ -167,6 +167,8 @@ def _dispatch_view_eagerly(
         cause = "keys and values of different layers"
     if cause is None and key.layer.holds_latents and key.expansion is None:
         cause = "attention to latents that are not expanded"
+    if cause is None and key.expansion is not None and not key.expansion.is_linear(query.dtype, query.device):
+        cause = "an expansion of latents that is not linear"
     if cause is None and any(isinstance(view, KVView) and view.dense is not None for view in (key, value)):
         cause = "an operation on keys or values before attention"
     if cause is not None:

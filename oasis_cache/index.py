@@ -23,6 +23,7 @@ class BlockIndex(ABC):
 
     MIN_CAPACITY = 64
     sealed_by_kernel = False  # whether `kernels.seal_blocks` makes the summaries on a device that has kernels
+    by_scores = True  # whether blocks rank by estimated scores of attention, which position biases raise
     scored_by: str | None = (
         None  # the function of `kernels` that scores the arrays, in the order in which `summarise` gives them
     )
@@ -233,6 +234,8 @@ class Int1Index(BlockIndex):
 
 class RecencyIndex(BlockIndex):
     """No summaries: newer blocks rank higher. The control that retrieves nothing (StreamingLLM with a larger window)."""
+
+    by_scores = False
 
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"present": keys.new_ones(*keys.shape[:3], dtype=torch.bool)}

@@ -98,12 +98,14 @@ class Sizes:
     Attributes:
         query_heads, key_dim, value_dim: Of the keys and values.
         by_weights: Whether the module's weights lay as `Expansion` reads them, when it was first seen.
+        linear: Whether it then expanded linearly, but for a bias.
     """
 
     query_heads: int
     key_dim: int
     value_dim: int
     by_weights: bool
+    linear: bool
 
 
 _sizes: weakref.WeakKeyDictionary[torch.nn.Module, Sizes] = weakref.WeakKeyDictionary()
@@ -135,7 +137,7 @@ class Expansion:
         if weights is not None:
             width = query.shape[3] - self.rotary_dim
             return torch.cat([query[..., :width] @ weights[:, :width], query[..., width:]], dim=-1)
-        keys, _ = self._of_basis(query)
+        keys, _, _ = self._of_basis(query)
         return query @ keys.transpose(-1, -2)
 
     def values_of(self, sums: torch.Tensor) -> torch.Tensor:
@@ -144,13 +146,25 @@ class Expansion:
         if weights is not None:
             value_dim = self.sizes(sums.dtype, sums.device).value_dim
             return sums @ weights[:, -value_dim:].transpose(-1, -2)
-        _, values = self._of_basis(sums)
-        return sums @ values[:, :, : self.latent_dim]
+        _, values, offset = self._of_basis(sums)
+        return sums @ values[:, :, : self.latent_dim] + offset
 
-    def _of_basis(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the unit vectors expand to: as good as the weights, wherever and however the module keeps those."""
-        unit = torch.eye(self.latent_dim + self.rotary_dim, dtype=like.dtype, device=like.device)[None, None]
-        return self.expand(unit[..., : self.latent_dim], unit[..., self.latent_dim :])
+    def _of_basis(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the unit vectors expand to: as good as the weights, wherever and however the module keeps those.
+
+        Keys and values [1, query_heads, latent_dim + rotary_dim, dim] less what zero expands to, as by the bias of an adapter,
+        and that of the values, [1, query_heads, 1, value_dim]: shares of attention sum up to 1, so sums of values contain it
+        once. That of the keys raises all scores of a row alike, and is none of attention's business.
+        """
+        width = self.latent_dim + self.rotary_dim
+        rows = torch.eye(width + 1, width, dtype=like.dtype, device=like.device)[None, None]  # the last one: zero
+        keys, values = self.expand(rows[..., : self.latent_dim], rows[..., self.latent_dim :])
+        offset = values[:, :, -1:]
+        return (keys - keys[:, :, -1:])[:, :, :-1], (values - offset)[:, :, :-1], offset
+
+    def is_linear(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the module, when first seen, expanded sums of latents to sums, but for a bias; else no query absorbs it."""
+        return self.sizes(dtype, device).linear
 
     def _weights(self, like: torch.Tensor) -> torch.Tensor | None:
         """[query_heads, width of a key less its rotary part + value_dim, latent_dim], a view of the weights, or None."""
@@ -169,8 +183,9 @@ class Expansion:
             )
             with torch.no_grad():
                 keys, values = self.expand(latent, rotary)
-            sizes = Sizes(keys.shape[1], keys.shape[3], values.shape[3], self._lie_so(latent, rotary, keys, values))
-            _sizes[self.module] = sizes
+                by_weights = self._lie_so(latent, rotary, keys, values)
+                linear = by_weights or self._adds_up(latent, rotary, keys, values)
+            _sizes[self.module] = Sizes(keys.shape[1], keys.shape[3], values.shape[3], by_weights, linear)
         return _sizes[self.module]
 
     def _lie_so(self, latent: torch.Tensor, rotary: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -183,6 +198,13 @@ class Expansion:
         expected = torch.cat([expanded[..., :width], rotary.expand(-1, heads, -1, -1)], dim=-1)
         return _agree(keys, expected) and _agree(values, expanded[..., width:])
 
+    def _adds_up(self, latent: torch.Tensor, rotary: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether keys and values of a latent are those of its parts, as nearly as weights and activations of 8 bits allow."""
+        of_keys, of_values, offset = self._of_basis(latent)
+        zero, _ = self.expand(torch.zeros_like(latent), torch.zeros_like(rotary))
+        expected = torch.cat([latent, rotary], dim=-1) @ of_keys + zero
+        return _agree(keys, expected, 0.1) and _agree(values, latent @ of_values[:, :, : self.latent_dim] + offset, 0.1)
+
     def _plain_linear(self, device: torch.device) -> torch.nn.Linear | None:
         """`kv_b_proj` if it is a plain matrix now: with no adapter, quantisation, hook or shard, and on the device."""
         linear = getattr(self.module, "kv_b_proj", None)
@@ -194,5 +216,5 @@ class Expansion:
         return linear
 
 
-def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((got - expected).norm() <= 0.02 * expected.norm())
+def _agree(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.02) -> bool:
+    return bool((got - expected).norm() <= tolerance * expected.norm())

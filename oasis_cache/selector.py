@@ -75,7 +75,7 @@ def score_blocks(
         bias: [batch or 1, kv_heads or 1, group * rows or rows, num_blocks], what the scores of a block's tokens are raised by.
     """
     rows, best, log_mass = index.score(queries, group, num_blocks, scaling, visible)
-    if bias is not None:
+    if bias is not None and index.by_scores:
         if bias.shape[2] != log_mass.shape[2]:
             bias = bias.repeat(1, 1, group, 1)
         log_mass = log_mass + bias

@@ -239,7 +239,7 @@ def test_encoder_decoders_generate(name, arguments):
 @case(80)
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("index", ["int2", "exact"])
+@pytest.mark.parametrize("index", ["int2", "exact", "recency"])
 def test_decoders_of_encoder_decoders_follow_the_rules(name, attention, index):
     """T5's positions raise scores, so they rank blocks too; forwards of every kind, with and without padding in the encoder."""
     if name == "t5" and attention == "sdpa" and not T5PreTrainedModel._supports_sdpa:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -94,6 +95,29 @@ def test_a_module_that_is_changed_later_is_followed(change):
     assert models.relative_error(products, query @ keys.transpose(-1, -2)) < 1e-5
     weights = torch.rand(1, 4, 1, 9)
     assert models.relative_error(expansion.values_of(weights @ latents), weights @ values) < 1e-5
+
+
+@pytest.mark.parametrize("change", ["bias", "hook", "not linear"])
+def test_what_is_added_to_an_expansion_is_not_lost(change):
+    """Adapters may have a bias: its share of the values is kept. What no sum of latents expands to is computed densely."""
+    model = copy.deepcopy(models.build("deepseek-v3"))
+    for layer in model.model.layers:
+        linear = layer.self_attn.kv_b_proj
+        if change == "bias":
+            linear.bias = torch.nn.Parameter(torch.randn(linear.out_features), requires_grad=False)
+        else:
+            linear.register_forward_hook(lambda _, inputs, out: out + 0.5 if change == "hook" else out.tanh())
+    config = OasisConfig(budget=64, block_size=8, recent_blocks=2, sparse_rows=8)  # of 66 tokens, it reads all
+    cache, complete = OasisCache(config), DynamicCache(config=model.config)
+    ids = models.prompt(70)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", OasisWarning)
+        for part in (ids[:, :66], ids[:, 66:67], ids[:, 67:]):
+            assert (
+                models.relative_error(models.forward(model, part, cache), models.forward(model, part, complete)) < 1e-5
+            )
+    dense = [str(each.message) for each in caught if "not linear" in str(each.message)]
+    assert (len(dense), cache.stats().fallback_steps) == ((1, 2) if change == "not linear" else (0, 0))
 
 
 @pytest.mark.parametrize(
