@@ -1,12 +1,16 @@
-"""What prefill and decode processes say to each other: a JSON header and raw bytes behind it, each a frame of a ZeroMQ message.
+"""What prefill and decode processes say to each other: a number, a JSON header and raw bytes, in one frame of ZeroMQ.
 
-A request is [number, header, body], a reply [the same number, header, body...]. Tensors travel as a safetensors file in memory,
-pages as they lie in host memory. Nothing is unpickled.
+A reply has the number of its request. Tensors travel as a safetensors file in memory, pages one behind the other as they lie in
+host memory. Nothing is unpickled.
+
+One frame, because libzmq (4.3.5, session_base.cpp, `clean_pipes`) aborts the process when a connection breaks off between two
+frames of a message while the socket that sends it closes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 PROTOCOL = "oasis-cache hand-off 1"
+NUMBER_BYTES = 8
+_LENGTH_BYTES = 4
 ASK_STATE, ASK_PAGES, SAY_DONE = "state", "pages", "done"
 
 
@@ -29,21 +35,40 @@ class HandoffError(OSError):
         self.missing = missing or {}
 
 
+def pack(number: bytes, header: bytes, body: Sequence[bytes | memoryview] = ()) -> bytes:
+    """A message: `number` of 8 bytes, then the length of the header, the header, and the parts of the body without a gap."""
+    assert len(number) == NUMBER_BYTES
+    return b"".join([number, len(header).to_bytes(_LENGTH_BYTES, "little"), header, *body])
+
+
+def unpack(message: bytes) -> tuple[bytes, memoryview]:
+    """Header and body of a message that has a number.
+
+    Raises:
+        HandoffError: It is cut short.
+    """
+    start = NUMBER_BYTES + _LENGTH_BYTES
+    stop = start + int.from_bytes(message[NUMBER_BYTES:start], "little")
+    if not start <= stop <= len(message):
+        raise HandoffError(f"a message of {len(message)} bytes is no part of a hand-off")
+    return message[start:stop], memoryview(message)[stop:]
+
+
 def pack_header(**fields: Any) -> bytes:
     """A header of the current protocol."""
     return json.dumps({"protocol": PROTOCOL, **fields}, separators=(",", ":"), allow_nan=False).encode()
 
 
-def read_header(frame: bytes) -> dict[str, Any]:
+def read_header(text: bytes) -> dict[str, Any]:
     """The header's fields.
 
     Raises:
-        HandoffError: The frame is no header, or one of another protocol.
+        HandoffError: It is no header, or one of another protocol.
     """
     try:
-        header = json.loads(frame)
+        header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise HandoffError(f"{bytes(frame[:40])!r} is no header of a hand-off: {error}") from error
+        raise HandoffError(f"{text[:40]!r} is no header of a hand-off: {error}") from error
     if not isinstance(header, dict) or header.get("protocol") != PROTOCOL:
         found = header.get("protocol") if isinstance(header, dict) else header
         raise HandoffError(f"the other side speaks {found!r:.60}, this one {PROTOCOL!r}")
@@ -51,17 +76,17 @@ def read_header(frame: bytes) -> dict[str, Any]:
 
 
 def pack_tensors(tensors: dict[str, torch.Tensor]) -> bytes:
-    """Contiguous tensors in host memory as one frame."""
+    """Contiguous tensors in host memory as bytes."""
     return save(tensors)
 
 
-def read_tensors(frame: bytes) -> dict[str, torch.Tensor]:
+def read_tensors(content: bytes) -> dict[str, torch.Tensor]:
     """What `pack_tensors` packed.
 
     Raises:
-        HandoffError: The frame is damaged.
+        HandoffError: It is damaged.
     """
     try:
-        return load(frame)
+        return load(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise HandoffError(f"the tensors of a hand-off are damaged: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -15,11 +16,14 @@ import zmq
 from oasis_cache.handoff.messages import (
     ASK_PAGES,
     ASK_STATE,
+    NUMBER_BYTES,
     SAY_DONE,
     HandoffError,
+    pack,
     pack_header,
     read_header,
     read_tensors,
+    unpack,
 )
 from oasis_cache.handoff.state import StateError
 from oasis_cache.mixed_store import Store
@@ -51,6 +55,7 @@ class PrefillPeer(Backing):
         self._lost: str | None = None
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -70,11 +75,9 @@ class PrefillPeer(Backing):
         Raises:
             HandoffError: It did not answer in time, or not with a cache.
         """
-        header, frames = self._request(pack_header(ask=ASK_STATE), b"")
-        if len(frames) != 1:
-            raise HandoffError(f"{self.address} sent {len(frames)} parts in place of a cache's state")
-        self.state_bytes += len(frames[0])
-        tensors = read_tensors(frames[0])
+        header, body = self._request(pack_header(ask=ASK_STATE), b"")
+        self.state_bytes += len(body)
+        tensors = read_tensors(bytes(body))
         self.index_bytes = sum(part.nbytes for name, part in tensors.items() if ".index." in name)
         num_pages = header.get("num_pages")
         if not isinstance(num_pages, int) or num_pages < 0:
@@ -98,22 +101,26 @@ class PrefillPeer(Backing):
         if self._lost is not None:
             raise self._missing(self._lost, keys)
         try:
-            header, frames = self._request(pack_header(ask=ASK_PAGES), keys.astype(np.int64).tobytes())
-            if header.get("pages") != len(keys) or len(frames) != len(keys):
-                raise HandoffError(f"{self.address} sent {len(frames)} pages where {len(keys)} were asked for")
-            for frame, page_bytes in zip(frames, self._page_bytes[keys].tolist(), strict=True):
-                if len(frame) != page_bytes:
-                    raise HandoffError(f"{self.address} sent {len(frame)} bytes as a page of {page_bytes}")
+            header, body = self._request(pack_header(ask=ASK_PAGES), keys.astype(np.int64).tobytes())
+            if header.get("pages") != len(keys):
+                raise HandoffError(
+                    f"{self.address} sent {header.get('pages')!r:.60} pages where {len(keys)} were asked for"
+                )
+            ends = np.cumsum(self._page_bytes[keys])
+            if len(body) != ends[-1]:
+                raise HandoffError(
+                    f"{self.address} sent {len(body)} bytes as {len(keys)} pages of {ends[-1]} bytes in all"
+                )
         except HandoffError as error:
             self._lost = str(error)
             raise self._missing(self._lost, keys) from error
-        for frame, page in zip(frames, out, strict=True):
-            page[: len(frame)] = np.frombuffer(frame, np.uint8)
+        for content, page in zip(np.split(np.frombuffer(body, np.uint8), ends[:-1]), out, strict=True):
+            page[: len(content)] = content
         with self._lock:
             self._came[keys] = True
             self.requests += 1
             self.pages_received += len(keys)
-            self.bytes_received += sum(len(frame) for frame in frames)
+            self.bytes_received += len(body)
 
     def give(self, layer: int, store: Store) -> None:
         """Enter the pages of a layer in its empty store, which then asks for them.
@@ -150,33 +157,40 @@ class PrefillPeer(Backing):
             missing,
         )
 
-    def _request(self, header: bytes, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
-        """Ask, and wait for the answer at most `timeout` seconds."""
+    def _request(self, header: bytes, body: bytes) -> tuple[dict[str, Any], memoryview]:
+        """Ask, and wait for the answer at most `timeout` seconds: its header's fields and its body."""
+        if os.getpid() != self._pid:
+            raise HandoffError(
+                f"the connection to {self.address} cannot be used in a forked process: libzmq's threads are not there"
+            )
         with self._lock:
             if self._socket.closed:
                 raise HandoffError(f"the connection to {self.address} was closed")
-            number = next(self._numbers).to_bytes(8, "little")
+            number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
             until = time.monotonic() + self.timeout
-            self._socket.send_multipart([number, header, body])
+            self._socket.send(pack(number, header, [body]))
             while True:
                 left = until - time.monotonic()
                 if left <= 0 or not self._socket.poll(max(1, int(left * 1000))):
                     raise HandoffError(f"the prefill process at {self.address} did not answer within {self.timeout} s")
                 frames = self._socket.recv_multipart()
-                if len(frames) >= 2 and frames[0] == number:  # else it answers what nobody waits for any more
+                if len(frames) == 1 and frames[0][:NUMBER_BYTES] == number:  # else an answer nobody waits for any more
                     break
-        fields = read_header(frames[1])
+        answer, content = unpack(frames[0])
+        fields = read_header(answer)
         if "error" in fields:
             raise HandoffError(f"the prefill process at {self.address} refuses: {fields['error']!s:.500}")
-        return fields, frames[2:]
+        return fields, content
 
     def close(self) -> None:
-        """Say that nothing more will be asked for, and disconnect. Idempotent."""
+        """Say that nothing more will be asked for, and disconnect. Idempotent; a forked process leaves it to the first one."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if not self._socket.closed:
                 if self._lost is None:
-                    number = next(self._numbers).to_bytes(8, "little")
-                    self._socket.send_multipart([number, pack_header(ask=SAY_DONE), b""])
+                    number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
+                    self._socket.send(pack(number, pack_header(ask=SAY_DONE)))
                 self._socket.close(linger=_GOODBYE_MS)
 
 

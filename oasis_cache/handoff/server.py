@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,14 @@ from oasis_cache.cache import OasisCache
 from oasis_cache.handoff.messages import (
     ASK_PAGES,
     ASK_STATE,
+    NUMBER_BYTES,
     SAY_DONE,
     HandoffError,
+    pack,
     pack_header,
     pack_tensors,
     read_header,
+    unpack,
 )
 from oasis_cache.handoff.state import describe
 from oasis_cache.layer import OasisLayer
@@ -109,25 +112,29 @@ class HandoffServer:
 
     def _answer(self, frames: list[bytes]) -> None:
         """Answer one request; one that makes no sense is answered in words, so that a stranger cannot end the service."""
-        if len(frames) != 4:
+        if len(frames) != 2 or len(frames[1]) < NUMBER_BYTES:
             return
-        peer, number, header, body = frames
+        peer, message = frames
+        number = message[:NUMBER_BYTES]
+        content: Sequence[bytes | memoryview] = ()
         try:
+            header, body = unpack(message)
             asked = read_header(header).get("ask")
             if asked == SAY_DONE:
                 self._settled.set()
                 return
             if asked == ASK_STATE:
-                reply: list[Any] = list(self._state)
+                reply, content = self._state[0], [self._state[1]]
             elif asked == ASK_PAGES:
-                pages = self._read(body)
-                reply = [pack_header(pages=len(pages)), *pages]
+                content = [page.data for page in self._read(bytes(body))]
+                reply = pack_header(pages=len(content))
             else:
                 raise HandoffError(f"nobody can be asked for {asked!r:.60}")
         except Exception as error:  # noqa: BLE001 # whatever it is, the peer that asked is told, and others are served
-            reply = [pack_header(error=f"{type(error).__name__}: {error}")]
-        self.bytes_sent += sum(memoryview(part).nbytes for part in reply)
-        self._socket.send_multipart([peer, number, *reply])
+            reply, content = pack_header(error=f"{type(error).__name__}: {error}"), []
+        answer = pack(number, reply, content)
+        self.bytes_sent += len(answer)
+        self._socket.send_multipart([peer, answer])
         if self._came.all():
             self._settled.set()
 

@@ -17,6 +17,7 @@ pytest.importorskip("zmq", reason="of the `handoff` extra, which the `test` extr
 
 from oasis_cache import OasisCache
 from oasis_cache.handoff import HandoffError, StateError, receive, serve
+from oasis_cache.handoff.messages import pack
 from oasis_cache.handoff.state import describe
 from oasis_cache.layer import OasisLayer
 from tests import models
@@ -261,6 +262,20 @@ def test_a_lost_peer_does_not_hold_up_predictions():
         assert error.missing
 
 
+def test_a_forked_process_is_told_that_it_has_no_connection():
+    """Nothing answers there, and libzmq would wait without end."""
+    cache, inputs = prefilled("llama")
+    with cache, serve(cache, inputs) as server:
+        received = receive(server.address, model_config=model_of("llama").config, timeout=TIMEOUT)
+        with received.cache:
+            received.peer._pid += 1  # as if this were a child of the process that made it
+            received.peer.close()
+            with pytest.raises(HandoffError, match="forked process"):
+                received.peer.ask_state()
+            received.peer._pid -= 1
+            received.peer.ask_state()
+
+
 # --- What is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -329,27 +344,44 @@ def test_strangers_do_not_end_the_service(served):
         stranger.connect(server.address)
         number = b"12345678"
         good = b'{"protocol":"oasis-cache hand-off 1","ask":"pages"}'
-        for frames in (
-            [b"hello"],
-            [number, b"{", b""],
-            [number, b"[" * 100000, b""],
-            [number, b'{"protocol":"other"}', b""],
-            [number, b'{"protocol":"oasis-cache hand-off 1","ask":"everything"}', b""],
-            [number, good, b"abc"],
-            [number, good, (10**6).to_bytes(8, "little")],
-            [number, good, (-1).to_bytes(8, "little", signed=True)],
-        ):
+        for frames in ([b"hello"], [b""], [pack(number, good), b""], [number, good, b"abc"]):
             stranger.send_multipart(frames)
-            if len(frames) == 3:
-                assert stranger.poll(5000), frames[1][:40]
-                assert b'"error"' in stranger.recv_multipart()[1]
+        for message in (
+            number,
+            number + b"\xff" * 4 + good,
+            pack(number, b"{"),
+            pack(number, b"[" * 100000),
+            pack(number, b'{"protocol":"other"}'),
+            pack(number, b'{"protocol":"oasis-cache hand-off 1","ask":"everything"}'),
+            pack(number, good, [b"abc"]),
+            pack(number, good, [(10**6).to_bytes(8, "little")]),
+            pack(number, good, [(-1).to_bytes(8, "little", signed=True)]),
+        ):
+            stranger.send(message)
+            assert stranger.poll(5000), message[:40]
+            assert b'"error"' in stranger.recv()
     received = receive(server.address, model_config=cache.model_config, timeout=TIMEOUT)
     received.cache.close()
 
 
+def test_an_answer_is_one_frame(served):
+    """libzmq aborts when a connection breaks off between two frames while the socket that sends them closes."""
+    zmq = pytest.importorskip("zmq")
+    _, server = served
+    with zmq.Context.instance().socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(server.address)
+        keys = b"".join(key.to_bytes(8, "little") for key in range(server.num_pages))
+        for ask, body in (("state", b""), ("pages", keys), ("nothing", b"")):
+            header = json.dumps({"protocol": "oasis-cache hand-off 1", "ask": ask}).encode()
+            asking.send(pack(b"12345678", header, [body]))
+            assert asking.poll(5000)
+            assert len(asking.recv_multipart()) == 1
+
+
 @contextmanager
 def impostor(*replies):
-    """Answers requests with given frames, one list after another: its address."""
+    """Answers requests with given headers and bodies, one list after another: its address."""
     import threading
 
     zmq = pytest.importorskip("zmq")
@@ -360,8 +392,8 @@ def impostor(*replies):
         for reply in replies:
             if not socket.poll(3000):
                 return
-            peer, number, *_ = socket.recv_multipart()
-            socket.send_multipart([peer, number, *reply])
+            peer, message = socket.recv_multipart()
+            socket.send_multipart([peer, pack(message[:8], reply[0], reply[1:])])
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -373,7 +405,7 @@ def impostor(*replies):
 
 
 def honest_state(server):
-    """The frames with which a server describes its cache."""
+    """The header and body with which a server describes its cache."""
     return [bytes(part) for part in server._state]
 
 
@@ -437,7 +469,7 @@ def test_pages_of_a_wrong_number_or_size_are_refused(count, size, served):
         if (count, size) == (0, 0):
             receive(address, model_config=cache.model_config, timeout=2.0).cache.close()
         else:
-            with pytest.raises(HandoffError, match="pages where" if count else "bytes as a page of"):
+            with pytest.raises(HandoffError, match="pages where" if count else "bytes as"):
                 receive(address, model_config=cache.model_config, timeout=2.0)
 
 
