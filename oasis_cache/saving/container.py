@@ -63,8 +63,11 @@ def write(path: str, description: dict[str, Any], tensors: dict[str, torch.Tenso
     """
     check_platform("saving a cache")
     directory, name = os.path.split(os.path.abspath(path))
-    remove_orphans(directory, SUFFIX)
-    fd, unfinished = tempfile.mkstemp(SUFFIX, f"{PREFIX}{os.getpid()}-", directory)
+    try:
+        remove_orphans(directory, SUFFIX)
+        fd, unfinished = tempfile.mkstemp(SUFFIX, f"{PREFIX}{os.getpid()}-", directory)
+    except OSError as error:
+        raise OSError(error.errno, f"the cache cannot be saved to {path!r}: {error.strerror}") from error
     try:
         with open(fd, "wb") as file:
             lock(file.fileno())
@@ -154,6 +157,8 @@ class Container:
     def __init__(self, path: str) -> None:
         check_platform("loading a cache")
         self.path = path
+        if os.path.isdir(path):
+            raise refuse(path, "it is no saved cache, but a directory")
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._fd)
         try:

@@ -362,3 +362,20 @@ def test_what_cannot_be_saved_says_so(tmp_path):
         cache.save(tmp_path / "saved")
     with pytest.raises(TypeError, match=r"cache\.save"):
         torch.save(OasisCache(CONFIG), tmp_path / "pickled")
+
+
+def test_paths_that_are_no_files_are_named(tmp_path):
+    """What the user asked for, not what the library makes of it inside."""
+    model = models.build("llama")
+    cache = OasisCache(model_config=model.config)
+    models.forward(model, models.prompt(9), cache)
+    missing = tmp_path / "missing" / "saved.safetensors"
+    with pytest.raises(OSError, match=f"cannot be saved to '{missing}'"):
+        cache.save(missing)
+    with pytest.raises(OSError, match=f"cannot be saved to '{tmp_path}'"):
+        cache.save(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*directory"):
+        OasisCache.load(tmp_path, model)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        OasisCache.load(missing, model)
+    assert list(tmp_path.parent.glob("*.saving")) == list(tmp_path.glob("*")) == []
