@@ -418,27 +418,25 @@ class OasisCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Batch row i becomes the former row `beam_idx[i]` (int64 [batch]), in every layer."""
-        with self._in_all_layers("reorder_cache"):
-            super().reorder_cache(beam_idx)
+        self._in_every_layer("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each batch row `repeats` times, next to each other, in every layer; host pages are shared."""
-        with self._in_all_layers("batch_repeat_interleave"):
-            super().batch_repeat_interleave(repeats)
+        self._in_every_layer("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the batch rows `indices` (int64 [new batch], or a bool mask over rows), in that order, in every layer."""
-        with self._in_all_layers("batch_select_indices"):
-            super().batch_select_indices(indices)
+        self._in_every_layer("batch_select_indices", indices)
 
-    @contextlib.contextmanager
-    def _in_all_layers(self, operation: str) -> Iterator[None]:
-        """If an operation on batch rows breaks off, some layers have done it and some have not: remember that."""
-        try:
-            yield
-        except BaseException:
-            self._torn_by = operation
-            raise
+    def _in_every_layer(self, operation: str, argument: Any) -> None:
+        """An operation on batch rows. If it breaks off when some layers have done it and some have not, that is remembered."""
+        for number, layer in enumerate(self.layers):
+            try:
+                getattr(layer, operation)(argument)
+            except BaseException:
+                if number > 0 or not isinstance(layer, OasisLayer):  # an OasisLayer that fails is as it was
+                    self._torn_by = operation
+                raise
 
     def reset(self) -> None:
         """Forget all tokens, give their memory back and start the counters anew. Also after a forward that broke off."""

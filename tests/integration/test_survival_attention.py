@@ -85,8 +85,8 @@ def test_layers_without_sinks_need_none_passed(sinks):
     """One attention function serves layers with sinks and without (MiMo-V2-Flash): only a layer that has some must pass them."""
     eager = sys.modules[type(models.build("gpt-oss-deep", "eager")).__module__].eager_attention_forward
     layer = SimpleNamespace(sinks=sinks, config=SimpleNamespace())
-    assert (refusal(eager, layer, {"s_aux": None}) is None) == (sinks is None)
-    assert refusal(eager, layer, {"s_aux": torch.zeros(4)}) is None
+    assert (refusal(eager, layer, {"s_aux": None}, 1, 61) is None) == (sinks is None)
+    assert refusal(eager, layer, {"s_aux": torch.zeros(4)}, 1, 61) is None
 
 
 @case(70)
