@@ -8,7 +8,13 @@ import triton.language as tl
 
 from oasis_cache.kernels.encoding import ENCODINGS, NOT_FINITE, Encoding
 from oasis_cache.kernels.limits import KERNEL_DTYPES, MAX_DIM
-from oasis_cache.kernels.triton_ops.gather_blocks import CHUNK_BYTES, check_plan, copy_block
+from oasis_cache.kernels.triton_ops.gather_blocks import (
+    CHUNK_BYTES,
+    check_addresses,
+    check_plan,
+    copy_block,
+    plan_arguments,
+)
 from oasis_cache.kernels.triton_ops.launch import check_devices, check_shape, launch, tile
 from oasis_cache.kernels.triton_ops.tiles import head_of_program, narrow
 
@@ -136,28 +142,16 @@ def gather_encoded(
         raise ValueError(
             f"target must be one of {KERNEL_DTYPES} in blocks of at most {MAX_DIM}, got {target.dtype}, {tuple(target.shape)}"
         )
-    check_shape("addresses", addresses, (target.shape[0], None))
-    if addresses.dtype != torch.int64 or addresses.stride(1) != 1:
-        raise ValueError(
-            f"addresses must be int64 with contiguous rows, got {addresses.dtype}, strides {addresses.stride()}"
-        )
+    check_addresses(addresses, target.shape[0])
     if blocks.numel() == 0:
         return
     launch(
         _gather_encoded_kernel,
         (blocks.shape[2], blocks.shape[0] * blocks.shape[1]),
         target.device,
-        p_blocks=blocks.contiguous(),
-        p_slots=slots.contiguous(),
-        p_mask=mask.contiguous().view(torch.uint8),
         p_addresses=addresses,
-        p_target=target,
         stride_ab=addresses.stride(0),
-        stride_tb=target.stride(0),
-        stride_th=target.stride(1),
-        stride_ts=target.stride(2),
-        kv_heads=blocks.shape[1],
-        entries=blocks.shape[2],
+        **plan_arguments(blocks, slots, mask, target),
         BLOCK_SIZE=encoding.block_size,
         BLOCK_PAD=tile(encoding.block_size, at_least=1),
         KV_DIM=encoding.kv_dim,
@@ -168,7 +162,6 @@ def gather_encoded(
         EXPONENT_AT=encoding.exponent_at,
         NUM_BYTES=encoding.num_bytes,
         ENCODING=ENCODINGS.index(encoding.name),
-        num_warps=4,
     )
 
 

@@ -103,10 +103,10 @@ def block_constants(block_size: int, kv_dim: int, dtype: torch.dtype) -> dict[st
     }
 
 
-def _plan_arguments(
+def plan_arguments(
     blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, target: torch.Tensor
 ) -> dict[str, object]:
-    """The arguments that stand for a plan and its target."""
+    """The arguments that stand for a plan and its target, the sizes of a block aside."""
     return {
         "p_blocks": blocks.contiguous(),
         "p_slots": slots.contiguous(),
@@ -117,7 +117,6 @@ def _plan_arguments(
         "stride_ts": target.stride(2),
         "kv_heads": blocks.shape[1],
         "entries": blocks.shape[2],
-        **block_constants(target.shape[3], target.shape[4], target.dtype),
         "num_warps": 4,
     }
 
@@ -138,6 +137,15 @@ def check_plan(blocks: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor, ta
         if tensor.dtype != dtype or tensor.shape != blocks.shape:
             raise ValueError(f"{name} must be {dtype} {tuple(blocks.shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
     check_block_layout("target", target)
+
+
+def check_addresses(addresses: torch.Tensor, batch: int) -> None:
+    """Raise `ValueError` unless addresses are [batch, num_blocks] int64 with contiguous rows."""
+    check_shape("addresses", addresses, (batch, None))
+    if addresses.dtype != torch.int64 or addresses.stride(1) != 1:
+        raise ValueError(
+            f"addresses must be int64 with contiguous rows, got {addresses.dtype}, strides {addresses.stride()}"
+        )
 
 
 def check_block_layout(name: str, blocks: torch.Tensor) -> None:
@@ -168,11 +176,7 @@ def gather_blocks(
     """
     check_devices(blocks=blocks, slots=slots, mask=mask, addresses=addresses, target=target)
     check_plan(blocks, slots, mask, target)
-    check_shape("addresses", addresses, (target.shape[0], None))
-    if addresses.dtype != torch.int64 or addresses.stride(1) != 1:
-        raise ValueError(
-            f"addresses must be int64 with contiguous rows, got {addresses.dtype}, strides {addresses.stride()}"
-        )
+    check_addresses(addresses, target.shape[0])
     if blocks.numel() == 0:
         return
     launch(
@@ -181,7 +185,8 @@ def gather_blocks(
         target.device,
         p_addresses=addresses,
         stride_ab=addresses.stride(0),
-        **_plan_arguments(blocks, slots, mask, target),
+        **plan_arguments(blocks, slots, mask, target),
+        **block_constants(target.shape[3], target.shape[4], target.dtype),
     )
 
 
