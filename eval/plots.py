@@ -1,5 +1,7 @@
 """Figures of the docs: `python -m eval.plots`. Plots of committed results, read from their files, and one drawing.
 
+Those of one cache, for notebooks too, are in `eval.plots_cache`.
+
 Needs matplotlib (the `eval` extra).
 """
 
@@ -15,6 +17,11 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from eval import plots_cache
+from eval.timeline import RESULTS as RECORDED
+from eval.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "quality" / "results"
@@ -23,6 +30,12 @@ IMAGES = ROOT / "docs" / "img"
 # Okabe and Ito's colours, told apart by people with any colour vision, and a marker each for print without colour.
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#000000", "x"))
 CAPS = {0.01: "1 %", 0.05: "5 %", 0.1: "10 %", None: "none"}
+
+
+def save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def prediction(results: dict[str, Any], path: Path) -> None:
@@ -79,9 +92,7 @@ def prediction(results: dict[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, loc="upper left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def step_time(rows: list[dict[str, str]], path: Path) -> None:
@@ -108,9 +119,7 @@ def step_time(rows: list[dict[str, str]], path: Path) -> None:
         axes.set_yticks(times, [f"{each:,}" for each in times])
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def data_path(path: Path) -> None:
@@ -200,9 +209,21 @@ def data_path(path: Path) -> None:
         ha="right",
         va="center",
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)
+
+
+def recorded(results: dict[str, Any], folder: Path) -> None:
+    """What the packaged model's cache found, waited for, wanted and held."""
+    steps, sizes = results["steps"], results["bytes"]
+    timeline = Timeline(**steps["timeline"])
+    prompt = f"{timeline.context_tokens[0] - 1:,} tokens, budget {steps['budget']}"
+    prompt += f", {steps['host_share']:.1%} of the KV in host memory, the rest on disk"
+    save(plots_cache.timeline(timeline, f"A number asked for behind {prompt}"), folder / "timeline.png")
+    title = f"Working set over time, {timeline.context_tokens[0] - 1:,} tokens, budget {steps['budget']}"
+    save(plots_cache.working_set(steps["working_set"], title), folder / "working_set.png")
+    cap = f"max_host_bytes {sizes['max_host_bytes'] / 1e6:.0f} MB"
+    title = f"SmolLM2-135M's shape in {sizes['dtype']}, budget {sizes['budget']:,}, {cap}, spilling to disk"
+    save(plots_cache.bytes_by_tier(sizes["rows"], title), folder / "bytes_by_tier.png")
 
 
 def main() -> int:
@@ -210,6 +231,7 @@ def main() -> int:
     with LEDGER.open(newline="", encoding="utf-8") as file:
         step_time(list(csv.DictReader(file)), IMAGES / "step_time.png")
     prediction(json.loads((RESULTS / "prediction.json").read_text()), IMAGES / "prediction.png")
+    recorded(json.loads(RECORDED.read_text()), IMAGES)
     return 0
 
 
