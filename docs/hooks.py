@@ -20,6 +20,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 LINK_OUT = re.compile(r"\]\(\.\./([^)#\s]+)\)")
 LINK_OF_NOTEBOOK = re.compile(r"\]\((?:\.\./docs(/[^)\s]+)|([\w-]+)\.ipynb)\)")
+FIGURE = re.compile(r"!\[[^\]]*\]\((img/[^)\s]+)\)")
 COPIES = "repository"  # folder of the site that holds them
 
 
@@ -56,9 +57,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links out of docs/ to where the files are on the site."""
+    """Turn links out of docs/ to where the files are on the site; figures open in full size."""
     if page.file.src_uri.startswith("notebooks/"):  # they were turned when they were made
         return markdown
+    markdown = FIGURE.sub(lambda match: f"[{match[0]}]({match[1]})", markdown)
     return LINK_OUT.sub(lambda match: f"]({_on_site(match[1])})", markdown)
 
 
