@@ -105,11 +105,12 @@ def working_set(sizes: Mapping[str, Sequence[float]], title: str = "") -> Figure
     return figure
 
 
-def bytes_by_tier(rows: Sequence[Mapping[str, int]], title: str = "") -> Figure:
+def bytes_by_tier(rows: Sequence[Mapping[str, int]], title: str = "", labels: Sequence[str] | None = None) -> Figure:
     """Bytes on the device by part (left) and of the complete KV by tier (right), a bar for each context; the dense KV as a line.
 
     Args:
-        rows: What `eval.timeline.bytes_by_tier` gave at several lengths.
+        rows: What `eval.timeline.bytes_by_tier` gave at several lengths, or of several caches.
+        labels: What the rows are, if it is not their lengths that tell them apart.
     """
     figure, (device, tiers) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     places = range(len(rows))
@@ -125,10 +126,11 @@ def bytes_by_tier(rows: Sequence[Mapping[str, int]], title: str = "") -> Figure:
                 axes.bar(places, sizes, 0.7, bottom, **style)
                 bottom = [total + size for total, size in zip(bottom, sizes, strict=True)]
         dense = [row["dense"] / 1e6 for row in rows]
-        axes.plot(places, dense, "x--", color="black", markersize=6, label="DynamicCache, on the device")
-        highest = max(bottom) * 1.9 if axes is device else 1.08 * max(*bottom, *dense)
-        axes.set(xlabel="context, tokens", ylabel="MB", title=words, ylim=(0, highest))
-        axes.set_xticks(places, [f"{row['context_tokens']:,}" for row in rows])
+        line = "x--" if labels is None else "x"
+        axes.plot(places, dense, line, color="black", markersize=6, label="DynamicCache, on the device")
+        highest = max(bottom) * 1.9 if axes is device else (1.08 if labels is None else 1.5) * max(*bottom, *dense)
+        axes.set(xlabel="context, tokens" if labels is None else "", ylabel="MB", title=words, ylim=(0, highest))
+        axes.set_xticks(places, labels or [f"{row['context_tokens']:,}" for row in rows])
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3, axis="y")
         axes.set_axisbelow(True)

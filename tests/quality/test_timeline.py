@@ -182,6 +182,8 @@ def test_bytes_by_tier_are_stacked():
     assert [bar.get_y() for bar in device.containers[1]] == [3, 3]
     assert list(tiers.lines[0].get_ydata()) == [9, 13] == list(device.lines[0].get_ydata())
     assert [label.get_text() for label in tiers.get_xticklabels()] == ["1,000", "1,000"]
+    named, _ = plots_cache.bytes_by_tier(rows, labels=["before", "after"]).axes
+    assert [label.get_text() for label in named.get_xticklabels()] == ["before", "after"]
 
 
 def lightness(colour: str) -> float:
