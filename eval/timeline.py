@@ -205,7 +205,6 @@ def record_steps(context: int, new_tokens: int, budget: int, share: int, directo
             "block_size": cache.config.block_size,
             "recent_blocks": cache.config.recent_blocks,
             "host_share": 1 / share,
-            "tokens": [tokenizer.decode(token) for token in output[0, context:]],
             "found": task.found_in(tokenizer.decode(output[0, context:])),
             "hit_rate": cache.stats().hit_rate,
             "timeline": asdict(recorder.timeline()),
