@@ -2,7 +2,7 @@
 
 With --write the outputs go into the files. Exit status 1 if a cell raises, or if outputs are too large to be committed.
 
-Needs the `notebook` and `demo-tools` extras and the packaged model (`make notebooks`).
+Needs the extras `notebook` and `demo-tools` and the packaged model (`make notebooks`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ CELL_SECONDS = 1200
 def run(path: Path) -> nbformat.NotebookNode:
     """Execute a notebook; what changes from run to run without meaning is left out of the result."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=CELL_SECONDS, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    where = {"metadata": {"path": str(FOLDER)}}
+    NotebookClient(notebook, timeout=CELL_SECONDS, coalesce_streams=True, resources=where).execute()
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
