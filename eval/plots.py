@@ -7,7 +7,6 @@ Needs matplotlib (the `eval` extra).
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from eval import plots_cache
+from eval import plots_cache, plots_speed
+from eval.bench import reporting
+from eval.bench.gpu.ledger import LEDGER
 from eval.timeline import RESULTS as RECORDED
 from eval.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "quality" / "results"
-LEDGER = ROOT / "eval" / "bench" / "results" / "ledger.csv"
 IMAGES = ROOT / "docs" / "img"
 # Okabe and Ito's colours, told apart by people with any colour vision, and a marker each for print without colour.
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#000000", "x"))
@@ -92,33 +92,6 @@ def prediction(results: dict[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, loc="upper left")
-    save(figure, path)
-
-
-def step_time(rows: list[dict[str, str]], path: Path) -> None:
-    """Time of a decode step on a CPU against the context, a panel per type, a line per cache. Of each case the last row counts."""
-    latest = {(row["case"], row["provider"]): row for row in rows if row["part"] == "cpu step"}
-    types = sorted({case.rsplit("-", 1)[1] for case, _ in latest}, reverse=True)
-    figure, panels = pyplot.subplots(1, len(types), figsize=(11, 4), layout="constrained", squeeze=False)
-    ticks: set[int] = set()
-    for axes, dtype in zip(panels[0], types, strict=True):
-        for (colour, marker), provider in zip(STYLES, ("OasisCache", "DynamicCache", "StaticCache"), strict=False):
-            points = sorted(
-                (int(case.split("-")[1]), *(float(row[name]) for name in ("p20_ms", "p50_ms", "p80_ms")))
-                for (case, other), row in latest.items()
-                if other == provider and case.endswith(dtype)
-            )
-            contexts, low, middle, high = zip(*points, strict=True)
-            ticks.update(contexts)
-            axes.plot(contexts, middle, color=colour, marker=marker, label=provider)
-            axes.fill_between(contexts, low, high, color=colour, alpha=0.15)
-        axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms per step", title=dtype)
-        axes.set_xticks(sorted(ticks), [f"{tick // 1024}k" for tick in sorted(ticks)])
-        axes.minorticks_off()
-        times = (50, 100, 200, 500, 1000, 2000)
-        axes.set_yticks(times, [f"{each:,}" for each in times])
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=9)
     save(figure, path)
 
 
@@ -228,8 +201,7 @@ def recorded(results: dict[str, Any], folder: Path) -> None:
 
 def main() -> int:
     data_path(IMAGES / "data_path.png")
-    with LEDGER.open(newline="", encoding="utf-8") as file:
-        step_time(list(csv.DictReader(file)), IMAGES / "step_time.png")
+    plots_speed.draw(reporting.read(LEDGER), IMAGES)
     prediction(json.loads((RESULTS / "prediction.json").read_text()), IMAGES / "prediction.png")
     recorded(json.loads(RECORDED.read_text()), IMAGES)
     return 0

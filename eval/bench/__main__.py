@@ -1,258 +1,112 @@
-"""Decode speed on this machine: cases, interleaved repeats, rows of the ledger, and the table made of them.
+"""Speed and memory on this machine's CPU: named cases, caches in turns, rows of the ledger, and the tables made of them.
 
-    python -m eval.bench run                       # all cases that fit the memory
-    python -m eval.bench run --cases step-32768-float32 --rounds 9
-    python -m eval.bench report                    # docs/performance.md's table from the ledger
+    python -m eval.bench run --list                      # the cases
+    python -m eval.bench run                             # decode steps: all that need no real prefill
+    python -m eval.bench run --cases step-32768-float32 --rounds 15
+    python -m eval.bench run --cases generate-8192-float32,prefill-32768-float32
+    python -m eval.bench report                          # docs/performance.md's tables from the ledger
 
-A case is one decode step of the packaged SmolLM2-135M-Instruct behind a context of so many tokens, with several caches: one step of
-each in turn, `--rounds` times. Caches are filled with the keys and values of a real text of 4,096 tokens, again and again with a
-little noise, so that neighbouring steps want alike blocks as they do in use; the tokens fed are the text that follows.
+The model is the packaged SmolLM2-135M-Instruct. Names of cases may be shortened from behind: "step", "step-8192".
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import gc
-import math
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import psutil
-import torch
 from rich.console import Console
-from rich.table import Table
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from eval.bench import reporting
+from eval.bench.cases import BY_DEFAULT, CASES, DTYPES, chosen
+from eval.bench.filling import Source
+from eval.bench.generation import measure_generation, measure_prefill, prompt
 from eval.bench.gpu.ledger import LEDGER, append, environment
-from eval.bench.gpu.measure import Row, percentiles
-from oasis_cache import OasisCache
-from oasis_cache.cache import cache_argument
-from oasis_cache.haystack import text
+from eval.bench.gpu.measure import Row
+from eval.bench.measuring import bandwidths, measure
+from eval.bench.providers import providers
 from oasis_cache.packaged import load_model
-
-ROOT = Path(__file__).resolve().parents[2]
-PERFORMANCE = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
-PART = "cpu step"
-SEED_TOKENS = 4096
-SPARE_TOKENS = 64
-NOISE = 0.02  # of the keys' and values' own deviation
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One step behind `context` tokens."""
-
-    context: int
-    dtype: str
-    budget: int = 2048
-
-    @property
-    def name(self) -> str:
-        return f"step-{self.context}-{self.dtype}"
-
-
-CASES = [
-    *(Case(context, "float32") for context in (1024, 4096, 8192, 32768, 65536, 131072)),
-    *(Case(context, "bfloat16") for context in (8192, 32768)),
-]
-
-
-class Source:
-    """Keys and values of a real text, layer by layer, and the tokens that follow it."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
-        wanted = SEED_TOKENS + SPARE_TOKENS
-        ids = tokenizer(text(wanted + 200, tokenizer), return_tensors="pt", add_special_tokens=False).input_ids
-        self.following = ids[:, SEED_TOKENS:wanted]
-        cache = DynamicCache(config=model.config)
-        with torch.inference_mode():
-            model(ids[:, :SEED_TOKENS], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
-        self.layers = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-
-    def fill(self, cache: Cache, context: int) -> Cache:
-        """Give a cache `context` tokens, a piece of the text at a time; every cache gets the same."""
-        for number, (keys, values) in enumerate(self.layers):
-            generator = torch.Generator().manual_seed(number)
-            whole = isinstance(cache, DynamicCache)  # it copies all that it holds with every piece
-            pieces = []
-            for start in range(0, context, SEED_TOKENS):
-                count = min(SEED_TOKENS, context - start)
-                piece = []
-                for part in (keys, values):
-                    noise = torch.randn(part.shape, generator=generator).to(part.dtype) * (NOISE * part.std())
-                    piece.append((part + noise)[:, :, :count] if start else part[:, :, :count])
-                pieces.append(piece)
-                if not whole:
-                    cache.update(*piece, number)
-            if whole:
-                cache.update(*(torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True)), number)
-        return cache
-
-
-def caches(model: PreTrainedModel, case: Case) -> dict[str, Callable[[], Cache]]:
-    """How to make the caches that are compared."""
-    config = model.config
-    makers: dict[str, Callable[[], Cache]] = {
-        "OasisCache": lambda: OasisCache(model_config=config, budget=case.budget),
-        "DynamicCache": lambda: DynamicCache(config=config),
-        "StaticCache": lambda: StaticCache(config=config, max_cache_len=case.context + SPARE_TOKENS),
-    }
-    return makers
-
-
-def bytes_needed(source: Source, case: Case) -> int:
-    """Host memory that all caches of a case take together, at most."""
-    keys, values = source.layers[0]
-    per_token = len(source.layers) * keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
-    return 4 * per_token * case.context  # DynamicCache holds two copies while it grows
-
-
-def measure(model: PreTrainedModel, source: Source, case: Case, rounds: int) -> list[Row]:
-    """Rows of one case, a row for each cache."""
-    made = {name: source.fill(make(), case.context) for name, make in caches(model, case).items()}
-    samples: dict[str, list[float]] = {name: [] for name in made}
-    with torch.inference_mode():
-        for step in range(rounds + 2):
-            for name, cache in made.items():
-                position = torch.tensor([[min(case.context, SEED_TOKENS) + step]])  # rotations that the model knows
-                ids = source.following[:, step : step + 1]
-                begin = time.perf_counter()
-                model(ids, **cache_argument(model, cache), position_ids=position, use_cache=True, logits_to_keep=1)
-                if step >= 2:  # the first fills the slots, the second settles
-                    samples[name].append(1e3 * (time.perf_counter() - begin))
-    oasis = made["OasisCache"]
-    assert isinstance(oasis, OasisCache)
-    stats = oasis.stats()
-    dense_bytes = bytes_needed(source, case) // 4
-    on_device = stats.device_bytes + stats.index_bytes
-    note = (
-        f"hit rate {stats.hit_rate:.2f}, device bytes with the index 1/{dense_bytes / on_device:.1f} of the dense KV"
-        if stats.sparse_steps
-        else "dense: the context is within the budget"
-    )
-    medians = {name: statistics.median(values) for name, values in samples.items()}
-    rows = []
-    for name, values in samples.items():
-        p20, p50, p80 = percentiles(values)
-        # Pair by pair, so that a drift of the machine cancels.
-        ratio = statistics.median(theirs / own for theirs, own in zip(samples["DynamicCache"], values, strict=True))
-        rows.append(
-            Row(
-                PART,
-                case.name,
-                f"context {case.context}, budget {case.budget}",
-                name,
-                p20,
-                p50,
-                p80,
-                len(values),
-                ratio=ratio,
-                baseline="DynamicCache",
-                note=note if name == "OasisCache" else "",
-            )
-        )
-    assert all(map(math.isfinite, medians.values()))
-    oasis.close()
-    return rows
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    wanted = {name.strip() for name in options.cases.split(",")} if options.cases else None
-    unknown = (wanted or set()) - {case.name for case in CASES}
-    if unknown:
-        console.print(f"unknown cases: {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in CASES)}")
+    if options.list:
+        for case in CASES:
+            console.print(f"{case.name:<26} {case.shape}, {options.rounds or case.rounds} rounds", highlight=False)
+        return 0
+    wanted = providers(tuple(options.providers.split(",")) if options.providers else None)
+    try:
+        cases = chosen(options.cases)
+    except ValueError as error:
+        console.print(str(error), highlight=False, soft_wrap=True)
+        return 2
+    if not wanted:
+        names = ", ".join(provider.name for provider in providers())
+        console.print(f"unknown caches: {options.providers}; there are {names}", highlight=False, soft_wrap=True)
         return 2
     known = environment("cpu") | {"tests": "make test"}
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
+    def keep(rows: list[Row]) -> None:
+        append(options.ledger, [known | asdict(row) for row in rows])
+        for row in rows:
+            ratio = "" if row.ratio is None else f"{row.ratio:6.2f}x {row.baseline}"
+            say(f"{row.case:<26} {row.quantity:<18} {row.provider:<28} {row.p50_ms:10.1f} ms {ratio}  {row.note}")
+
+    ceilings = bandwidths()
+    keep(ceilings)
+    read_rate = next(row.gb_per_s * 1e9 for row in ceilings if row.case == "read" and row.gb_per_s)
     for dtype in DTYPES:
-        chosen = [case for case in CASES if case.dtype == dtype and (wanted is None or case.name in wanted)]
-        if not chosen:
+        mine = [case for case in cases if case.dtype == dtype]
+        for case in mine:
+            if case.kind == "prefill":
+                tokens, rounds = options.prefill_tokens or case.context, options.rounds or case.rounds
+                keep(measure_prefill(case, rounds, tokens, options.prefill_chunk, options.model, say))
+        in_process = [case for case in mine if case.kind != "prefill"]
+        if not in_process:
             continue
-        model, tokenizer = load_model(options.model, DTYPES[dtype])[:2]
-        source = Source(model, tokenizer)
-        for case in chosen:
-            needed, available = bytes_needed(source, case), psutil.virtual_memory().available
-            if needed > available:
-                console.print(f"{case.name} skipped: needs {needed:,} bytes of memory, {available:,} are available")
-                continue
-            rows = measure(model, source, case, options.rounds)
-            append(options.ledger, [known | asdict(row) for row in rows])
-            for row in rows:
-                console.print(f"{row.case:<24} {row.provider:<14} {row.p50_ms:8.1f} ms  {row.ratio:5.2f}x  {row.note}")
-            gc.collect()
+        model, tokenizer = load_model(options.model, DTYPES[dtype])
+        source = Source.of_text(model, tokenizer)
+        for case in in_process:
+            rounds = options.rounds or case.rounds
+            if case.kind == "generate":
+                ids = prompt(tokenizer, options.prompt_tokens or case.context)
+                keep(measure_generation(model, ids, case, rounds, options.new_tokens, say))
+            else:
+                keep(measure(model, source, case, rounds, wanted, read_rate, say))
+        del model, source
     return 0
-
-
-def latest(ledger: Path) -> list[dict[str, str]]:
-    """The newest rows of each case."""
-    with ledger.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["part"] == PART]
-    newest: dict[str, list[dict[str, str]]] = {}
-    for row in rows:
-        group = newest.setdefault(row["case"], [])
-        if row["provider"] in {other["provider"] for other in group}:  # a newer run begins
-            group.clear()
-        group.append(row)
-    order = {case.name: number for number, case in enumerate(CASES)}
-    return [row for case in sorted(newest, key=lambda name: order.get(name, 99)) for row in newest[case]]
-
-
-def markdown(rows: list[dict[str, str]]) -> str:
-    """The table of docs/performance.md."""
-    lines = [
-        "| context | type | cache | ms per step (20th to 80th percentile) | against DynamicCache | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        _, context, dtype = row["case"].split("-")
-        spread = f"{float(row['p50_ms']):.0f} ({float(row['p20_ms']):.0f} to {float(row['p80_ms']):.0f})"
-        lines.append(
-            f"| {int(context):,} | {dtype} | {row['provider']} | {spread} | {float(row['ratio']):.2f}x | {row['note']} |"
-        )
-    first = rows[0]
-    lines += [
-        "",
-        f"SmolLM2-135M-Instruct, budget 2,048, {first['hardware']}, torch {first['torch']}, transformers {first['transformers']}, "
-        f"medians of {first['samples']} steps in turns. Made by `python -m eval.bench run` and `report`.",
-    ]
-    return "\n".join(lines)
 
 
 def report(options: argparse.Namespace, console: Console) -> int:
-    rows = latest(options.ledger)
-    if not rows:
-        console.print("the ledger has no rows of decode steps on a CPU")
-        return 1
-    page = PERFORMANCE.read_text()
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    PERFORMANCE.write_text(f"{before}{BEGIN}\n{markdown(rows)}\n{END}{after}")
-    table = Table()
-    for name in ("case", "cache", "ms", "x DynamicCache"):
-        table.add_column(name)
-    for row in rows:
-        table.add_row(row["case"], row["provider"], row["p50_ms"], row["ratio"])
-    console.print(table)
-    return 0
+    pages = reporting.pages(options.ledger)
+    outdated = {page: text for page, text in pages.items() if page.read_text(encoding="utf-8") != text}
+    for page, text in outdated.items():
+        console.print(f"{'outdated' if options.check else 'written'}: {page.name}")
+        if not options.check:
+            page.write_text(text, encoding="utf-8")
+    return int(bool(outdated)) if options.check else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, function in (("run", run), ("report", report)):
-        command = commands.add_parser(name)
+    running = commands.add_parser("run", help="measure, and append rows to the ledger")
+    running.add_argument("--cases", default=BY_DEFAULT, help=f"comma-separated; default: {BY_DEFAULT}")
+    running.add_argument("--rounds", type=int, help="turns of each cache; default: as --list says")
+    running.add_argument("--list", action="store_true", help="only list the cases")
+    running.add_argument("--providers", help="comma-separated names of the caches in decode steps; default: all")
+    running.add_argument("--model", help="path or hub id; default: the packaged SmolLM2-135M-Instruct")
+    running.add_argument("--new-tokens", type=int, default=256, help="of the generate cases")
+    running.add_argument("--prompt-tokens", type=int, help="of the generate cases; default: 7,900")
+    running.add_argument("--prefill-tokens", type=int, help="of the prefill cases; default: as their name says")
+    running.add_argument("--prefill-chunk", type=int, default=4096, help="tokens read at a time; 0: all at once")
+    reports = commands.add_parser("report", help="write the tables of the pages from the ledger")
+    reports.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page is outdated")
+    for command, function in ((running, run), (reports, report)):
         command.set_defaults(function=function)
         command.add_argument("--ledger", type=Path, default=LEDGER, help="the CSV file of results")
-        if name == "run":
-            command.add_argument("--cases", help="comma-separated; default: all")
-            command.add_argument("--rounds", type=int, default=9, help="measured steps per cache")
-            command.add_argument("--model", help="path or hub id; default: the packaged SmolLM2-135M-Instruct")
     options = parser.parse_args(arguments)
     result: int = options.function(options, Console(width=160))
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
@@ -49,8 +50,11 @@ def test_assisted_generation_on_a_short_text(tmp_path):
 @pytest.mark.slow
 def test_bench_writes_rows_that_can_be_told_apart(tmp_path, capsys):
     ledger = tmp_path / "ledger.csv"
-    assert bench(["run", "--cases", "step-1024-float32", "--rounds", "2", "--ledger", str(ledger)]) == 0
-    lines = ledger.read_text().splitlines()
-    assert len(lines) == 4
-    assert bench(["run", "--cases", "step-7-float32", "--ledger", str(ledger)]) == 2
-    assert "unknown cases" in capsys.readouterr().out
+    names = ["OasisCache", "DynamicCache", "StaticCache", "Quest"]
+    arguments = ["--cases", "step-1024-float32", "--rounds", "2", "--providers", ",".join(names)]
+    assert bench(["run", *arguments, "--ledger", str(ledger)]) == 0
+    with ledger.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["case"], row["provider"]) for row in rows[2:]] == [("step-1024-float32", name) for name in names]
+    assert [row["case"] for row in rows[:2]] == ["copy", "read"]
+    assert "OasisCache" in capsys.readouterr().out

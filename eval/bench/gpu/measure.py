@@ -28,7 +28,15 @@ class Row:
         gb_per_s: bytes_moved over the median.
         copy_percent: gb_per_s of the measured device copy bandwidth, which counts bytes read plus written, in percent.
         link_percent: The same of the measured bandwidth of a page-locked copy from the host.
-        ratio: The median of `baseline` over the own one: how many times as fast.
+        ratio: The median of `baseline` over the own one, or the median of ratios taken pair by pair: how many times as fast.
+        quantity: What was timed, where a case times several things.
+        ratio_p20, ratio_p80: Percentiles of ratios taken pair by pair.
+        static_ratio: As `ratio`, pair by pair against StaticCache.
+        bytes_read: The fewest bytes that the operation must read, the weights included.
+        read_percent: bytes_read over the median, of the measured bandwidth of reading, in percent.
+        device_bytes, index_bytes: What the cache holds where the model computes, and the index's part of it.
+        kv_bytes: The dense keys and values of the same context.
+        peak_bytes: The most memory that the process took, beyond what it held before.
     """
 
     part: str
@@ -46,6 +54,16 @@ class Row:
     ratio: float | None = None
     baseline: str = ""
     note: str = ""
+    quantity: str = ""
+    ratio_p20: float | None = None
+    ratio_p80: float | None = None
+    static_ratio: float | None = None
+    bytes_read: int | None = None
+    read_percent: float | None = None
+    device_bytes: int | None = None
+    index_bytes: int | None = None
+    kv_bytes: int | None = None
+    peak_bytes: int | None = None
 
 
 def percentiles(samples: list[float]) -> tuple[float, float, float]:

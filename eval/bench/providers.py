@@ -1,0 +1,88 @@
+"""The caches that are compared: how each is made and filled, and what it holds and reads."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+
+from eval.bench.quest import ATTENTION, QuestCache
+from oasis_cache import OasisCache
+
+OASIS, DYNAMIC, STATIC, QUEST = "OasisCache", "DynamicCache", "StaticCache", "Quest"
+FP8, QUANTO = "QuantizedCache fp8", "QuantizedCache int4"
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A cache that takes part.
+
+    Attributes:
+        name: As the ledger has it.
+        make: An empty one for a model, from the tokens that it shall take at most and the budget.
+        host_share: Host memory that it takes, of the dense KV's bytes, at most: by this it is left out where it does not fit.
+        whole: See `Source.fill`.
+        attention: The attention implementation that it needs; None: the model's own.
+    """
+
+    name: str
+    make: Callable[[PreTrainedModel, int, int], Cache]
+    host_share: float
+    whole: bool = False
+    attention: str | None = None
+
+
+def providers(names: tuple[str, ...] | None = None) -> list[Provider]:
+    """Those of the names, or all that can run here. OasisCache comes first, and so is the last to be left out."""
+    everyone = [
+        # Slabs of the host tier come in powers of two, and the index beside them.
+        Provider(OASIS, lambda model, _, budget: OasisCache(model_config=model.config, budget=budget), host_share=2.3),
+        # One layer at a time is copied, and repeated for the query heads where attention asks for that.
+        Provider(DYNAMIC, lambda model, *_: DynamicCache(config=model.config), host_share=1.3, whole=True),
+        Provider(STATIC, lambda model, room, _: StaticCache(config=model.config, max_cache_len=room), host_share=1.2),
+        Provider(
+            QUEST,
+            lambda model, room, budget: QuestCache(model.config, room, budget),
+            host_share=1.3,
+            attention=ATTENTION,
+        ),
+        Provider(FP8, lambda model, *_: QuantizedCache("fp8", model.config), host_share=0.8, whole=True),
+    ]
+    if importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"):
+        quanto = Provider(
+            QUANTO, lambda model, *_: QuantizedCache("quanto", model.config, nbits=4), host_share=0.8, whole=True
+        )
+        everyone.append(quanto)
+    return [provider for provider in everyone if names is None or provider.name in names]
+
+
+def device_bytes(cache: Cache) -> tuple[int, int | None]:
+    """Bytes that a cache holds where the model computes, and those of an index among them, where it has one."""
+    if isinstance(cache, OasisCache):
+        stats = cache.stats()
+        return stats.device_bytes + stats.index_bytes, stats.index_bytes
+    held, index = 0, 0
+    for layer in cache.layers:
+        stored = [layer.keys, layer.values]
+        for encoded in (getattr(layer, "_quantized_keys", None), getattr(layer, "_quantized_values", None)):
+            if isinstance(encoded, tuple):
+                stored.append(encoded[0])
+            elif encoded is not None:  # quanto's
+                stored += [encoded._data._data, encoded._scale, encoded._shift]
+        index += getattr(layer, "index_bytes", 0)
+        held += sum(tensor.nbytes for tensor in stored)
+    return held + index, index if isinstance(cache, QuestCache) else None
+
+
+def kv_bytes_read(cache: Cache) -> int:
+    """Bytes of keys and values that one step of a cache that is no OasisCache reads."""
+    if isinstance(cache, QuestCache):
+        return cache.read_bytes()
+    return device_bytes(cache)[0]
+
+
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Let the model's next forward use an attention implementation that is registered."""
+    model.config._attn_implementation = name
