@@ -82,6 +82,7 @@ def main(arguments: list[str]) -> int:
             )
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
+    dist.barrier()  # nobody leaves while another one still speaks
     dist.destroy_process_group()
     return 0
 

@@ -137,6 +137,12 @@ def sparse_attention(
     """`reference.sparse_attention`, its first result only, in the queries' dtype."""
     inputs = (queries, kv, key_dim, num_tokens, rows, scaling, mask, softcap, sinks)
     places = (block_of_slot, block_size, window_start, sliding_window)
+    plain = all(part is None for part in (mask, softcap, sinks, block_of_slot, sliding_window))
+    if plain and value_columns in (None, slice(key_dim, kv.shape[3])) and numba_for(queries.device) is not None:
+        compiled = importlib.import_module("oasis_cache.kernels.numba_attention")
+        if compiled.serves(queries, kv, key_dim):
+            served: torch.Tensor = compiled.sparse_attention(*inputs[:6])
+            return served
     ops = _attention_ops(queries, kv, key_dim, value_columns)
     if ops is None:
         return torch_ops.sparse_attention(*inputs, *places, value_columns)

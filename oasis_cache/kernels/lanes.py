@@ -1,4 +1,4 @@
-"""What numba does not make of loops: the inner loops of scoring as LLVM vectors of 16 floats, and a plain copy of bytes.
+"""What numba does not make of loops: inner loops of scoring and attention as LLVM vectors of 16 floats, and a copy of bytes.
 
 numba cannot tell that two arrays do not overlap, and so leaves short loops over them unvectorised, several times slower.
 These functions take addresses and are called from compiled functions only.
@@ -101,8 +101,9 @@ def _loop(
     count: ir.Value,
     starts: list[ir.Value],
     body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+    step: int = LANES,
 ) -> list[ir.Value]:
-    """`for position in range(0, count, 16)`, at least once; `body(position, carried)` returns what is carried on."""
+    """`for position in range(0, count, step)`, at least once; `body(position, carried)` returns what is carried on."""
     before = builder.block
     inside, after = builder.append_basic_block("vectors"), builder.append_basic_block("end")
     builder.branch(inside)
@@ -111,7 +112,7 @@ def _loop(
     position.add_incoming(ir.Constant(count.type, 0), before)
     carried = [builder.phi(start.type) for start in starts]
     results = body(position, list(carried))
-    following = builder.add(position, ir.Constant(count.type, LANES))
+    following = builder.add(position, ir.Constant(count.type, step))
     position.add_incoming(following, builder.block)
     for value, start, result in zip(carried, starts, results, strict=True):
         value.add_incoming(start, before)
@@ -221,3 +222,140 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any
         return context.get_dummy_value()
 
     return types.void(target, source, count), generate
+
+
+_AHEAD = 16  # tokens whose keys or values are asked for before their turn
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+
+def _row_of(builder: ir.IRBuilder, array: ir.Value, stride: ir.Value, number: ir.Value) -> ir.Value:
+    """Address of a row of an array at an address; the stride is in bytes."""
+    return builder.add(array, builder.mul(stride, number))
+
+
+def _prefetch(builder: ir.IRBuilder, row: ir.Value, position: ir.Value, half: bool) -> None:
+    """Have the memory at a position of a row at an address brought near."""
+    kind = ir.IntType(8).as_pointer()
+    place = builder.add(row, builder.mul(position, ir.Constant(position.type, 2 if half else 4)))
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [kind, _I32, _I32, _I32]), "llvm.prefetch.p0i8"
+    )
+    builder.call(function, [builder.inttoptr(place, kind), *(ir.Constant(_I32, option) for option in (0, 3, 1))])
+
+
+def _kv_at(builder: ir.IRBuilder, row: ir.Value, position: ir.Value, half: bool) -> ir.Value:
+    """16 numbers of a row at an address, from `position` on: float32, or `half`: bfloat16."""
+    if not half:
+        return _load(builder, _vector_at(builder, builder.inttoptr(row, _F32.as_pointer()), position))
+    place = builder.gep(builder.inttoptr(row, ir.IntType(16).as_pointer()), [position])
+    bits = builder.load(builder.bitcast(place, _HALVES.as_pointer()))
+    bits.align = 2
+    return builder.bitcast(builder.shl(builder.zext(bits, _INTS), _every(_INTS, 16)), _FLOATS)
+
+
+def _key_dots(rows: int, half: bool) -> Any:
+    """A function for so many query rows, and keys in float32 or, if `half`, in bfloat16."""
+
+    @intrinsic
+    def key_dots(
+        typing_context: Any, keys: Any, stride: Any, count: Any, queries: Any, dim: Any, scores: Any, row_bytes: Any
+    ) -> Any:
+        """scores[row, t] = sum over channels of queries[row, channel] * keys[t, channel], for `count` tokens.
+
+        keys: address, `stride` bytes between tokens; queries [rows, dim] f32; scores f32, `row_bytes` between rows; dim: a
+        multiple of 16.
+        """
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+            keys, stride, count, queries, dim, scores, row_bytes = arguments
+            floats = builder.inttoptr(queries, _F32.as_pointer())
+
+            def token(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                key = _row_of(builder, keys, stride, number)
+                ahead = builder.add(key, builder.mul(stride, ir.Constant(stride.type, _AHEAD)))
+
+                def channels(position: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                    part = _kv_at(builder, key, position, half)
+                    _prefetch(builder, ahead, position, half)
+                    sums = []
+                    for row, total in enumerate(totals):
+                        place = builder.add(builder.mul(dim, ir.Constant(dim.type, row)), position)
+                        query = _load(builder, _vector_at(builder, floats, place))
+                        sums.append(builder.fadd(total, builder.fmul(query, part, flags=_FAST), flags=_FAST))
+                    return sums
+
+                for row, total in enumerate(_loop(builder, dim, [_every(_FLOATS, 0.0)] * rows, channels)):
+                    line = _row_of(builder, scores, row_bytes, ir.Constant(row_bytes.type, row))
+                    place = builder.gep(builder.inttoptr(line, _F32.as_pointer()), [number])
+                    builder.store(_reduce(total, builder, builder.fadd), place)
+                return []
+
+            _loop(builder, count, [], token, step=1)
+            return context.get_dummy_value()
+
+        return types.void(keys, stride, count, queries, dim, scores, row_bytes), generate
+
+    return key_dots
+
+
+def _add_values(rows: int, half: bool) -> Any:
+    """A function for so many query rows, and values in float32 or, if `half`, in bfloat16."""
+
+    @intrinsic
+    def add_values(
+        typing_context: Any, values: Any, stride: Any, count: Any, weights: Any, row_bytes: Any, dim: Any, out: Any
+    ) -> Any:
+        """out[row, channel] += sum over `count` tokens of weights[row, t] * values[t, channel].
+
+        values: address, `stride` bytes between tokens; weights f32, `row_bytes` between rows; out [rows, dim] f32; dim: a
+        multiple of 16.
+        """
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+            values, stride, count, weights, row_bytes, dim, out = arguments
+            floats = builder.inttoptr(out, _F32.as_pointer())
+            lines = [
+                builder.inttoptr(
+                    _row_of(builder, weights, row_bytes, ir.Constant(row_bytes.type, row)), _F32.as_pointer()
+                )
+                for row in range(rows)
+            ]
+
+            def channels(position: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                places = [
+                    _vector_at(builder, floats, builder.add(builder.mul(dim, ir.Constant(dim.type, row)), position))
+                    for row in range(rows)
+                ]
+
+                def token(number: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+                    row_at = _row_of(builder, values, stride, number)
+                    value = _kv_at(builder, row_at, position, half)
+                    ahead = builder.add(row_at, builder.mul(stride, ir.Constant(stride.type, _AHEAD)))
+                    _prefetch(builder, ahead, position, half)
+                    sums = []
+                    for line, total in zip(lines, totals, strict=True):
+                        weight = _splat(builder, builder.load(builder.gep(line, [number])), _FLOATS)
+                        sums.append(builder.fadd(total, builder.fmul(weight, value, flags=_FAST), flags=_FAST))
+                    return sums
+
+                totals = _loop(builder, count, [_load(builder, place) for place in places], token, step=1)
+                for place, total in zip(places, totals, strict=True):
+                    _store(builder, total, place)
+                return []
+
+            _loop(builder, dim, [], channels)
+            return context.get_dummy_value()
+
+        return types.void(values, stride, count, weights, row_bytes, dim, out), generate
+
+    return add_values
+
+
+key_dots_1, key_dots_2, key_dots_3, key_dots_4 = (_key_dots(rows, half=False) for rows in (1, 2, 3, 4))
+half_key_dots_1, half_key_dots_2, half_key_dots_3, half_key_dots_4 = (
+    _key_dots(rows, half=True) for rows in (1, 2, 3, 4)
+)
+add_values_1, add_values_2, add_values_3, add_values_4 = (_add_values(rows, half=False) for rows in (1, 2, 3, 4))
+half_add_values_1, half_add_values_2, half_add_values_3, half_add_values_4 = (
+    _add_values(rows, half=True) for rows in (1, 2, 3, 4)
+)

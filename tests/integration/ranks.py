@@ -56,8 +56,13 @@ def main(out_folder: str, *folders: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).eval()
         report[folder] = {way: run(model, way) for way in WAYS}
     Path(out_folder, f"{os.environ['RANK']}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()  # nobody leaves while another one still speaks
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(
+        0
+    )  # a thread of PyTorch's that outlives the interpreter aborts the process now and then, its work long done
