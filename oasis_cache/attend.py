@@ -48,7 +48,7 @@ def attend_sparse(
         visible = visible.expand(batch, -1).unflatten(1, (num_blocks, config.block_size))
     roles = layer.runtime.roles_of(batch, rows, query.device)
     bias = mask.block_bias(num_blocks, config.block_size, shape.kv_heads)
-    scores = score_blocks(index, queries, group, num_blocks, scaling, visible, roles, bias)
+    scores = score_blocks(index, queries, group, num_blocks, scaling, visible, roles, bias, config.sink_blocks)
 
     def choose(ranking: torch.Tensor) -> torch.Tensor:
         return choose_blocks(ranking, config.num_slots, config.sink_blocks, scores.first_block)
@@ -56,7 +56,7 @@ def attend_sparse(
     residency.land()
     demanded = config.on_miss == "fetch" or working_set.has_empty_slots
     if demanded:
-        residency.demand(choose(scores.best), num_blocks)
+        residency.demand(scores.numbers(choose(scores.best)), num_blocks)
     _count(layer)
     if config.trace and config.on_miss == "fetch":
         _record(layer, rows)
@@ -67,13 +67,14 @@ def attend_sparse(
     if config.on_miss == "fetch":
         out = kernels.sparse_attention(*inputs, sinks, value_columns=columns)
         if residency.prefetches:
-            residency.stage(predict_scores(scores, config.lookahead))
+            residency.stage(predict_scores(scores.of_all(num_blocks), config.lookahead))
     else:
         out, lse, mass = kernels.sparse_attention_with_mass(*inputs, sinks, value_columns=columns)
         mass = mass[..., : working_set.slot_tokens].unflatten(-1, (config.num_slots, config.block_size)).sum(-1)
-        prediction = refine_by_attention(scores, lse, mass, working_set.block_of_slot, group, config.lookahead)
+        everywhere = scores.of_all(num_blocks)
+        prediction = refine_by_attention(everywhere, lse, mass, working_set.block_of_slot, group, config.lookahead)
         if not demanded:
-            residency.count_resident(choose(scores.best), num_blocks)
+            residency.count_resident(scores.numbers(choose(scores.best)), num_blocks)
         if config.trace:
             _record(layer, rows)
         residency.replace(choose(prediction), num_blocks)

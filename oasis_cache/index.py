@@ -13,30 +13,57 @@ import torch
 
 from oasis_cache import kernels
 from oasis_cache.blocks import LayerShape
+from oasis_cache.clusters import Clusters, segment_blocks
 from oasis_cache.kernels import reference
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class BlockIndex(ABC):
-    """Summaries of sealed blocks, appended once, kept in arrays [batch, kv_heads, capacity, ...] that grow by doubling."""
+    """Summaries of sealed blocks, appended once, kept in arrays [batch, kv_heads, capacity, ...] that grow by doubling.
+
+    Attributes:
+        clusters: The coarse level, by which long contexts are searched; None: every block is ranked, always.
+    """
 
     MIN_CAPACITY = 64
     sealed_by_kernel = False  # whether `kernels.seal_blocks` makes the summaries on a device that has kernels
+    has_keys = False  # whether `keys` gives what clusters can be made of
     by_scores = True  # whether blocks rank by estimated scores of attention, which position biases raise
     scored_by: str | None = (
         None  # the function of `kernels` that scores the arrays, in the order in which `summarise` gives them
     )
 
-    def __init__(self) -> None:
+    def __init__(self, candidates: int | None = None) -> None:
         self.num_blocks = 0
         self.block_size = 0
         self.arrays: dict[str, torch.Tensor] = {}
+        self.clusters = Clusters(candidates) if candidates is not None and self.has_keys else None
 
     def __deepcopy__(self, memo: dict) -> BlockIndex:
         twin = copy.copy(self)
         twin.arrays = {name: array.clone() for name, array in self.arrays.items()}
+        twin.clusters = copy.deepcopy(self.clusters, memo)
         return twin
+
+    def keys(self, first: int, last: int) -> torch.Tensor:
+        """The keys of blocks as the index knows them: [batch, kv_heads, blocks, block_size, dim] float32, dim at least key_dim."""
+        raise NotImplementedError(f"{type(self).__name__} has no keys")
+
+    def candidates(
+        self,
+        queries: torch.Tensor,
+        group: int,
+        num_blocks: int,
+        scaling: float,
+        sink_blocks: int,
+        decide: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """The blocks that are worth ranking: [batch, kv_heads, candidates] int64, ascending; None: all. See `Clusters.choose`."""
+        if self.clusters is None or not self.clusters.pays(num_blocks, self.block_size):
+            return None
+        self.clusters.catch_up(num_blocks, self.block_size, self.keys)
+        return self.clusters.choose(queries, group, num_blocks, self.block_size, scaling, sink_blocks, decide)
 
     @abstractmethod
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -63,12 +90,14 @@ class BlockIndex(ABC):
         num_blocks: int,
         scaling: float,
         visible: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> Scores:
         """`log_mass` and what follows from it.
 
         Args:
             queries: [batch, kv_heads, group * rows, key_dim].
             group: Query heads per KV head.
+            chosen: [batch, kv_heads, count] int64, numbers of the blocks that are scored in place of all; without `visible`.
 
         Returns:
             Scores [batch, kv_heads, rows, num_blocks] as `reference.rank_rows` defines them, their maximum over rows
@@ -76,8 +105,11 @@ class BlockIndex(ABC):
         """
         if self.scored_by is not None:
             arrays = (self.held(name, num_blocks) for name in self.arrays)
+            if chosen is not None:
+                arrays = (_of_blocks(array, chosen) for array in arrays)
             scores: Scores = getattr(kernels, self.scored_by)(queries, *arrays, group, scaling, visible)
             return scores
+        assert chosen is None, "an index without arrays to score ranks all blocks"
         log_mass = self.log_mass(queries, num_blocks, scaling, visible)
         rows = reference.rank_rows(log_mass, group)
         return rows, rows.amax(2), log_mass
@@ -85,11 +117,13 @@ class BlockIndex(ABC):
     @property
     def num_bytes(self) -> int:
         """Bytes of the summaries held, without spare capacity."""
-        return sum(array[:, :, : self.num_blocks].numel() * array.element_size() for array in self.arrays.values())
+        held = sum(array[:, :, : self.num_blocks].numel() * array.element_size() for array in self.arrays.values())
+        return held + (0 if self.clusters is None else self.clusters.num_bytes)
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(array.numel() * array.element_size() for array in self.arrays.values())
+        held = sum(array.numel() * array.element_size() for array in self.arrays.values())
+        return held + (0 if self.clusters is None else self.clusters.reserved_bytes)
 
     def append(self, keys: torch.Tensor) -> None:
         """Enter new sealed blocks: keys [batch, kv_heads, blocks, block_size, key_dim]."""
@@ -101,6 +135,8 @@ class BlockIndex(ABC):
         for name, new in self.summarise(keys).items():
             self._room(name, new, count)[:, :, first : first + count] = new
         self.num_blocks += count
+        if self.clusters is not None and self.clusters.pays(self.num_blocks, self.block_size):
+            self.clusters.catch_up(self.num_blocks, self.block_size, self.keys)
 
     def reserve(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays, with room for new blocks that `kernels.seal_blocks` will summarise: keys as in `append`."""
@@ -132,14 +168,37 @@ class BlockIndex(ABC):
             capacity = self._capacity(capacity + 1, capacity)
         keys = torch.zeros(1, 1, 1, block_size, shape.query_dim, dtype=shape.dtype, device=shape.device)
         block_bytes = sum(array.numel() * array.element_size() for array in self.summarise(keys).values())
-        return shape.batch * shape.kv_heads * capacity * block_bytes
+        clusters = 0
+        if self.clusters is not None and self.clusters.pays(num_blocks, block_size):
+            size, held = segment_blocks(block_size), 0
+            if self.clusters.pays(at_once, block_size):
+                held = at_once // size
+            while held < num_blocks // size:
+                held = self.clusters.capacity(held + 1, held)
+            clusters = held * self.clusters.bytes_of_segment(block_size, self._width(shape))
+        return shape.batch * shape.kv_heads * (capacity * block_bytes + clusters)
+
+    def _width(self, shape: LayerShape) -> int:
+        """Channels of what `keys` gives."""
+        return shape.query_dim
 
     def truncate(self, num_blocks: int) -> None:
         self.num_blocks = min(self.num_blocks, num_blocks)
+        if self.clusters is not None:
+            self.clusters.truncate(self.num_blocks, self.block_size)
 
-    def selected_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arrays whose batch row i is the present row `rows[i]`; rows: int64 [new batch]."""
-        return {name: array.index_select(0, rows.to(array.device)) for name, array in self.arrays.items()}
+    def selected_rows(self, rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
+        """The arrays, and those of the clusters, whose batch row i is the present row `rows[i]`; rows: int64 [new batch]."""
+        held = (self.arrays, {} if self.clusters is None else self.clusters.arrays)
+        return tuple(
+            {name: array.index_select(0, rows.to(array.device)) for name, array in part.items()} for part in held
+        )
+
+    def replace_arrays(self, selected: tuple[dict[str, torch.Tensor], ...]) -> None:
+        """Take what `selected_rows` gave."""
+        self.arrays = selected[0]
+        if self.clusters is not None:
+            self.clusters.arrays = selected[1]
 
     def held(self, name: str, num_blocks: int) -> torch.Tensor:
         return self.arrays[name][:, :, :num_blocks]
@@ -181,7 +240,23 @@ class Int2Index(BlockIndex):
     """
 
     sealed_by_kernel = True
+    has_keys = True
     scored_by = "score_int2"
+
+    def keys(self, first: int, last: int) -> torch.Tensor:
+        parts = {name: array[:, :, first:last] for name, array in self.arrays.items()}
+        low, step = parts["low"].float().unsqueeze(3), parts["step"].float().unsqueeze(3)
+        if "words" in parts:
+            compiled = kernels.numba_for(low.device)
+            assert compiled is not None, "words were packed for numba"
+            codes = compiled.unpack_words(parts["words"], self.block_size)
+        else:
+            codes = reference.unpack_codes(parts["codes"], 2, low.shape[-1])
+        return low + step * codes
+
+    def _width(self, shape: LayerShape) -> int:
+        compiled = kernels.numba_for(shape.device)
+        return shape.query_dim if compiled is None else -(-shape.query_dim // compiled.LANES) * compiled.LANES
 
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         compiled = kernels.numba_for(keys.device)
@@ -204,16 +279,17 @@ class Int2Index(BlockIndex):
         num_blocks: int,
         scaling: float,
         visible: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> Scores:
         if "words" in self.arrays:
             compiled = kernels.numba_for(queries.device)
             assert compiled is not None, "words were packed for numba"
             words, low, step = (self.arrays[name] for name in ("words", "low", "step"))
             scores: Scores = compiled.score_int2(
-                queries, words, low, step, num_blocks, self.block_size, group, scaling, visible
+                queries, words, low, step, num_blocks, self.block_size, group, scaling, visible, chosen
             )
             return scores
-        return super().score(queries, group, num_blocks, scaling, visible)
+        return super().score(queries, group, num_blocks, scaling, visible, chosen)
 
 
 class Int1Index(BlockIndex):
@@ -261,6 +337,12 @@ INDEXES: dict[str, type[BlockIndex]] = {
 }
 
 
-def make_index(name: str) -> BlockIndex:
-    """The index of that name (see `OasisConfig.index`)."""
-    return INDEXES[name]()
+def make_index(name: str, candidates: int | None = None) -> BlockIndex:
+    """The index of that name (see `OasisConfig.index`), and so many blocks for it to rank in long contexts; None: all."""
+    return INDEXES[name](candidates)
+
+
+def _of_blocks(array: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The blocks `chosen` [batch, kv_heads, count] of an array [batch, kv_heads, blocks, ...]."""
+    places = chosen.view(*chosen.shape, *(1,) * (array.dim() - 3)).expand(*chosen.shape, *array.shape[3:])
+    return array.gather(2, places)

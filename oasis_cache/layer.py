@@ -313,7 +313,9 @@ class OasisLayer(CacheLayerMixin):
         sizes = (block_size, config.num_slots, config.window_tokens, staged)
         return LayerForecast(
             WorkingSet(replace(shape, device=torch.device("meta")), *sizes).num_bytes,
-            make_index(config.index).forecast(shape, block_size, at_once, num_blocks),
+            make_index(config.index, config.num_candidates(shape.device)).forecast(
+                shape, block_size, at_once, num_blocks
+            ),
             *forecast_store(shape, config, at_once, num_blocks),
         )
 
@@ -370,7 +372,7 @@ class OasisLayer(CacheLayerMixin):
 
     def open_pages(self) -> None:
         """Make the empty parts of the paged state."""
-        self.index = make_index(self.config.index)
+        self.index = make_index(self.config.index, self.config.num_candidates(self.shape.device))
         self.store = make_store(self.runtime.memory, self.runtime.pools, self.shape, self.config)
         self.counters.block_bytes = self.store.block_bytes
         self.residency = Residency(self.runtime, self.shape, self.store, self.counters)
@@ -582,7 +584,7 @@ class OasisLayer(CacheLayerMixin):
                 self.index.selected_rows(rows),
             )  # may run out of memory
             self.residency.replace_tensors(slots)
-            self.index.arrays = summaries
+            self.index.replace_arrays(summaries)
             self.store.select_rows(rows.cpu())
         self.shape = dataclasses.replace(self.shape, batch=rows.numel())
 

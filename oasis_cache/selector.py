@@ -36,7 +36,7 @@ class RowRoles:
 
 @dataclass(frozen=True)
 class BlockScores:
-    """Estimated attention mass of every block before the window.
+    """Estimated attention mass of the blocks before the window: of all, or of the candidates that a coarse level chose.
 
     Attributes:
         rows: [batch, kv_heads, rows, blocks] float32 in [0, 1], mean over the query group; -1 for blocks a row may not see.
@@ -45,6 +45,8 @@ class BlockScores:
         log_mass: [batch, kv_heads, group * rows, blocks] float32, log-sum-exp of the estimated scores.
         first_block: [batch] int64, the first block with a token that is no padding; None: block 0 everywhere.
         roles: None: all rows decide and predict.
+        chosen: [batch, kv_heads, candidates] int64, the numbers of the blocks that the others name by their places here, in
+            ascending order; None: all blocks.
     """
 
     rows: torch.Tensor
@@ -53,6 +55,26 @@ class BlockScores:
     log_mass: torch.Tensor
     first_block: torch.Tensor | None = None
     roles: RowRoles | None = None
+    chosen: torch.Tensor | None = None
+
+    def numbers(self, places: torch.Tensor) -> torch.Tensor:
+        """Block numbers of places among the scores: int64 [batch, kv_heads, count] both."""
+        return places if self.chosen is None else self.chosen.gather(2, places)
+
+    def of_all(self, num_blocks: int) -> BlockScores:
+        """The same over all blocks: what was not chosen has no mass."""
+        if self.chosen is None:
+            return self
+
+        def spread(scores: torch.Tensor, nothing: float) -> torch.Tensor:
+            chosen = self.chosen
+            assert chosen is not None
+            if scores.dim() == 4:
+                chosen = chosen.unsqueeze(2).expand(-1, -1, scores.shape[2], -1)
+            return scores.new_full((*scores.shape[:-1], num_blocks), nothing).scatter_(-1, chosen, scores)
+
+        rows, best, predicted = (spread(part, 0.0) for part in (self.rows, self.best, self.predicted))
+        return BlockScores(rows, best, predicted, spread(self.log_mass, float("-inf")), self.first_block, self.roles)
 
 
 def score_blocks(
@@ -64,8 +86,9 @@ def score_blocks(
     visible: torch.Tensor | None = None,
     roles: RowRoles | None = None,
     bias: torch.Tensor | None = None,
+    sink_blocks: int = 0,
 ) -> BlockScores:
-    """Score the blocks before the window.
+    """Score the blocks before the window, or those of them that are worth it.
 
     Args:
         queries: [batch, kv_heads, group * rows, key_dim].
@@ -73,8 +96,14 @@ def score_blocks(
         num_blocks: Blocks before the window, the candidates.
         visible: [batch, num_blocks, block_size] bool, False for padding; None: all tokens are real.
         bias: [batch or 1, kv_heads or 1, group * rows or rows, num_blocks], what the scores of a block's tokens are raised by.
+        sink_blocks: First blocks, which are scored in any case.
     """
-    rows, best, log_mass = index.score(queries, group, num_blocks, scaling, visible)
+    chosen = None
+    if visible is None and bias is None:  # what hides or raises single tokens, clusters do not know
+        chosen = index.candidates(
+            queries, group, num_blocks, scaling, sink_blocks, None if roles is None else roles.decide
+        )
+    rows, best, log_mass = index.score(queries, group, num_blocks, scaling, visible, chosen)
     if bias is not None and index.by_scores:
         if bias.shape[2] != log_mass.shape[2]:
             bias = bias.repeat(1, 1, group, 1)
@@ -83,9 +112,9 @@ def score_blocks(
         best = rows.amax(2)
     first_block = None if visible is None else visible.any(-1).to(torch.uint8).argmax(-1)
     if roles is None:
-        return BlockScores(rows, best, best, log_mass, first_block)
+        return BlockScores(rows, best, best, log_mass, first_block, None, chosen)
     best, predicted = _best_of(rows, roles.decide), _best_of(rows, roles.predict)
-    return BlockScores(rows, best, predicted, log_mass, first_block, roles)
+    return BlockScores(rows, best, predicted, log_mass, first_block, roles, chosen)
 
 
 def _best_of(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

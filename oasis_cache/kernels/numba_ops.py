@@ -13,7 +13,20 @@ import numpy as np
 import torch
 
 from oasis_cache.kernels import reference
-from oasis_cache.kernels.lanes import LANES, copy_bytes, dot_1, dot_2, dot_3, dot_4, exp_in_place, scale_query
+from oasis_cache.kernels.lanes import (
+    LANES,
+    copy_bytes,
+    dot_1,
+    dot_2,
+    dot_3,
+    dot_4,
+    exp_in_place,
+    half_key_dots_1,
+    half_key_dots_2,
+    half_key_dots_3,
+    half_key_dots_4,
+    scale_query,
+)
 
 WORD_TOKENS = LANES  # tokens whose 2-bit codes share a word
 _CHUNK_BLOCKS = 128  # blocks a thread takes at a time
@@ -41,6 +54,13 @@ def pack_int2(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return words, low, step
 
 
+def unpack_words(words: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The inverse of `pack_words`: [..., ceil(block_size / 16), dim] int32 -> [..., block_size, dim] uint8."""
+    shifts = torch.arange(0, 2 * WORD_TOKENS, 2, dtype=torch.int32).unsqueeze(-1)
+    codes = ((words.unsqueeze(-2) >> shifts) & 3).to(torch.uint8)
+    return codes.flatten(-3, -2)[..., :block_size, :]
+
+
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
     """Codes below 4 [..., block_size, dim] uint8 -> words [..., ceil(block_size / 16), dim] int32."""
     padded = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[-2] % WORD_TOKENS)).unflatten(-2, (-1, WORD_TOKENS))
@@ -49,11 +69,12 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
 
 
 @numba.njit(cache=True, nogil=True)
-def _score_range(queries, words, low, step, visible, block_size, start, stop, out):
+def _score_range(queries, words, low, step, visible, chosen, block_size, start, stop, out):
     """Log-mass of blocks start..stop of one KV head into out [rows, blocks] f32.
 
     queries [rows, dim] f32, scaled, dim a multiple of 16; words [blocks, words per block, dim] u32; low, step [blocks, dim],
-    bfloat16 as u16; visible [blocks, block_size] u8, or without blocks: all are.
+    bfloat16 as u16; visible [blocks, block_size] u8, or without blocks: all are; chosen [blocks] i64, the numbers of the blocks
+    that are scored, or empty: all.
     """
     rows, dim = queries.shape
     num_words = words.shape[1]
@@ -66,7 +87,8 @@ def _score_range(queries, words, low, step, visible, block_size, start, stop, ou
     p_tokens, p_highest = _address(tokens), _address(highest)
     p_words, p_low, p_step = _address(words), _address(low), _address(step)
     plain = block_size == LANES and visible.shape[0] == 0
-    for block in range(start, stop):
+    for place in range(start, stop):
+        block = chosen[place] if chosen.shape[0] else place
         for row in range(rows):
             base = scale_query(
                 p_queries + np.uintp(4 * row * dim),
@@ -93,7 +115,7 @@ def _score_range(queries, words, low, step, visible, block_size, start, stop, ou
         for row in range(rows):
             if plain:
                 total = exp_in_place(p_scores + np.uintp(4 * row * LANES), np.uintp(LANES), p_highest)
-                out[row, block] = highest[0] + np.log(total)
+                out[row, place] = highest[0] + np.log(total)
                 continue
             hidden = True
             for t in range(padded):
@@ -103,10 +125,10 @@ def _score_range(queries, words, low, step, visible, block_size, start, stop, ou
                 else:
                     hidden = False
             if hidden:
-                out[row, block] = MASKED
+                out[row, place] = MASKED
             else:
                 total = exp_in_place(p_tokens, np.uintp(padded), p_highest)
-                out[row, block] = highest[0] + np.log(total)
+                out[row, place] = highest[0] + np.log(total)
     # numba frees an array after its last use by name: what only its address was used of must be named once more.
     scaled[0, 0] = np.float32(0.0)
     scores[0, 0, 0] = np.float32(0.0)
@@ -154,18 +176,21 @@ def _hide(log_mass):
 
 
 @numba.njit(cache=True, nogil=True)
-def _score_serial(queries, words, low, step, visible, block_size, group, log_mass, rows, best):
+def _score_serial(queries, words, low, step, visible, chosen, block_size, group, log_mass, rows, best):
     """All KV heads: queries [heads, group * rows, dim], visible [batch or 0, ...], log_mass [heads, group * rows, blocks]."""
     heads, query_rows, blocks = log_mass.shape
     per_row = heads // max(1, visible.shape[0])
     for head in range(heads):
         seen = visible[head // per_row] if visible.shape[0] else np.empty((0, 0), np.uint8)
-        _score_range(queries[head], words[head], low[head], step[head], seen, block_size, 0, blocks, log_mass[head])
+        numbers = chosen[head] if chosen.shape[0] else np.empty(0, np.int64)
+        _score_range(
+            queries[head], words[head], low[head], step[head], seen, numbers, block_size, 0, blocks, log_mass[head]
+        )
         _rank(log_mass[head].reshape(group, query_rows // group, blocks), rows[head], best[head])
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
-def _score_parallel(queries, words, low, step, visible, block_size, group, chunk, log_mass, rows, best):
+def _score_parallel(queries, words, low, step, visible, chosen, block_size, group, chunk, log_mass, rows, best):
     """`_score_serial` in threads, `chunk` blocks at a time."""
     heads, query_rows, blocks = log_mass.shape
     per_row = heads // max(1, visible.shape[0])
@@ -173,8 +198,9 @@ def _score_parallel(queries, words, low, step, visible, block_size, group, chunk
     for job in numba.prange(heads * chunks):
         head, start = job // chunks, (job % chunks) * chunk
         seen = visible[head // per_row] if visible.shape[0] else np.empty((0, 0), np.uint8)
+        numbers = chosen[head] if chosen.shape[0] else np.empty(0, np.int64)
         _score_range(
-            queries[head], words[head], low[head], step[head], seen, block_size, start, min(start + chunk, blocks),
+            queries[head], words[head], low[head], step[head], seen, numbers, block_size, start, min(start + chunk, blocks),
             log_mass[head],
         )  # fmt: skip
     for head in numba.prange(heads):
@@ -191,15 +217,18 @@ def score_int2(
     group: int,
     scaling: float,
     visible: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`reference.score_int2` over the first `num_blocks` blocks, keys as words, within 1e-5.
+    """`reference.score_int2` over the first `num_blocks` blocks, or over `chosen` ones, keys as words, within 1e-5.
 
     Args:
         queries: [batch, kv_heads, group * rows, key_dim].
         words, low, step: As `pack_int2` makes them, [batch, kv_heads, capacity, ...], contiguous.
         visible: [batch, num_blocks, block_size] bool, or None.
+        chosen: [batch, kv_heads, count] int64, numbers of the blocks to score (without `visible`), or None.
     """
     batch, kv_heads, query_rows, dim = queries.shape
+    num_blocks = num_blocks if chosen is None else chosen.shape[2]
     heads, rows = batch * kv_heads, query_rows // group
     padding = (0, words.shape[-1] - dim)
     log_mass = np.empty((heads, query_rows, num_blocks), np.float32)
@@ -211,6 +240,7 @@ def score_int2(
         low.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
         step.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
         np.empty((0, 0, 0), np.uint8) if visible is None else visible.contiguous().view(torch.uint8).numpy(),
+        np.empty((0, 0), np.int64) if chosen is None else chosen.contiguous().flatten(0, 1).numpy(),
         block_size,
         group,
     )
@@ -229,6 +259,174 @@ def score_int2(
         torch.from_numpy(best).view(*sizes, num_blocks),
         torch.from_numpy(log_mass).view(*sizes, query_rows, num_blocks),
     )
+
+
+# --- Clusters -------------------------------------------------------------------------------------------------------------
+
+_BINS = 1 << 12  # exponents and four bits of positive floats up to 1
+_SURE = np.float32(4.0)  # above all shares
+
+
+@numba.njit(cache=True, nogil=True)
+def _cluster_weights(queries, centroids, sizes, group, weights, total):
+    """`reference.cluster_shares` up to its weights, of one KV head.
+
+    queries [group * rows, dim] f32, scaled, dim a multiple of 16; centroids [clusters, dim], bfloat16 as u16; sizes [clusters] f32;
+    weights [group * rows, clusters] f32: the first `rows` rows become the mean over the group; total: scratch, [1] f32.
+    """
+    query_rows, dim = queries.shape
+    clusters = centroids.shape[0]
+    p_weights, p_queries, row_bytes = _address(weights), _address(queries), np.uintp(4 * weights.shape[1])
+    for row in range(0, query_rows, 4):
+        left = query_rows - row
+        q, w = p_queries + np.uintp(4 * row * dim), p_weights + np.uintp(row) * row_bytes
+        if left >= 4:
+            half_key_dots_4(_address(centroids), np.uintp(2 * dim), np.uintp(clusters), q, np.uintp(dim), w, row_bytes)
+        elif left == 3:
+            half_key_dots_3(_address(centroids), np.uintp(2 * dim), np.uintp(clusters), q, np.uintp(dim), w, row_bytes)
+        elif left == 2:
+            half_key_dots_2(_address(centroids), np.uintp(2 * dim), np.uintp(clusters), q, np.uintp(dim), w, row_bytes)
+        else:
+            half_key_dots_1(_address(centroids), np.uintp(2 * dim), np.uintp(clusters), q, np.uintp(dim), w, row_bytes)
+    for row in range(query_rows):
+        for c in range(clusters):  # an empty cluster must not set the maximum
+            if sizes[c] == np.float32(0.0):
+                weights[row, c] = MASKED
+        exp_in_place(p_weights + np.uintp(row) * row_bytes, np.uintp(clusters), _address(total))
+        whole = np.float32(0.0)
+        for c in range(clusters):
+            whole += weights[row, c] * sizes[c]
+        scale = np.float32(1.0) / (whole * np.float32(group))
+        for c in range(clusters):
+            weights[row, c] *= scale
+    rows = query_rows // group
+    for g in range(1, group):
+        for row in range(rows):
+            for c in range(clusters):
+                weights[row, c] += weights[g * rows + row, c]
+
+
+@numba.njit(cache=True, nogil=True)
+def _block_shares(weights, codes, clusters, block_size, best, first):
+    """best [blocks] f32: each block's sum of weights [clusters of all segments] f32 by codes [segments, tokens], or the maximum of
+    that and what it was, if this is not the first row."""
+    segments, tokens = codes.shape
+    per_segment = tokens // block_size
+    for segment in range(segments):
+        table = weights[segment * clusters : (segment + 1) * clusters]
+        line = codes[segment]
+        for number in range(per_segment):
+            a, b, c, d = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+            start = number * block_size
+            whole = block_size // 4 * 4
+            for t in range(start, start + whole, 4):
+                a += table[line[t]]
+                b += table[line[t + 1]]
+                c += table[line[t + 2]]
+                d += table[line[t + 3]]
+            for t in range(start + whole, start + block_size):
+                a += table[line[t]]
+            share = (a + b) + (c + d)
+            place = segment * per_segment + number
+            best[place] = share if first else max(best[place], share)
+
+
+@numba.njit(cache=True, nogil=True)
+def _best_candidates(best, count, out):
+    """`reference.best_candidates` of one KV head, sinks marked by `_SURE`: best [blocks] f32 -> out [count] i64."""
+    bits = best.view(np.uint32)
+    blocks = bits.shape[0]
+    histogram = np.zeros(_BINS, np.int32)
+    for block in range(blocks):
+        histogram[bits[block] >> np.uint32(19)] += 1
+    above, threshold = 0, _BINS - 1
+    while threshold > 0 and above + histogram[threshold] < count:
+        above += histogram[threshold]
+        threshold -= 1
+    equal = count - above  # of those at the threshold
+    found = 0
+    for block in range(blocks):
+        rank = np.int64(bits[block] >> np.uint32(19))
+        if rank > threshold:
+            out[found] = block
+            found += 1
+        elif rank == threshold and equal > 0:
+            out[found] = block
+            found += 1
+            equal -= 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _choose_candidates(
+    queries, centroids, sizes, codes, decide, segments, block_size, group, count, sinks, num_blocks, out
+):
+    """All KV heads: queries [heads, group * rows, dim], centroids [heads, capacity, clusters, dim], decide [batch or 0, rows]."""
+    heads, query_rows, dim = queries.shape
+    clusters = centroids.shape[2]
+    rows = query_rows // group
+    per_row = heads // max(1, decide.shape[0])
+    blocks = segments * (codes.shape[2] // block_size)
+    weights = np.empty((query_rows, segments * clusters), np.float32)
+    best = np.empty(blocks, np.float32)
+    total = np.empty(1, np.float32)
+    for head in range(heads):
+        means = centroids[head, :segments].reshape(segments * clusters, dim)
+        counts = sizes[head, :segments].reshape(segments * clusters)
+        _cluster_weights(queries[head], means, counts, group, weights, total)
+        first = True
+        for row in range(rows):
+            if decide.shape[0] == 0 or decide[head // per_row, row]:
+                _block_shares(weights[row], codes[head, :segments], clusters, block_size, best, first)
+                first = False
+        for block in range(min(sinks, blocks)):
+            best[block] = _SURE
+        _best_candidates(best, count, out[head])
+        for block in range(blocks, num_blocks):
+            out[head, count + block - blocks] = block
+
+
+def choose_candidates(
+    queries: torch.Tensor,
+    centroids: torch.Tensor,
+    sizes: torch.Tensor,
+    codes: torch.Tensor,
+    segments: int,
+    block_size: int,
+    group: int,
+    scaling: float,
+    count: int,
+    sink_blocks: int,
+    num_blocks: int,
+    decide: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`Clusters.choose`: [batch, kv_heads, count + blocks behind the segments] int64.
+
+    Args:
+        queries: [batch, kv_heads, group * rows, key_dim].
+        centroids, sizes, codes: As `Clusters` holds them, contiguous, key_dim a multiple of 16.
+        count: Blocks to choose from the first `segments` segments.
+        decide: [batch, rows] bool, or None.
+    """
+    batch, kv_heads, _, dim = queries.shape
+    heads = batch * kv_heads
+    blocks = segments * codes.shape[3] // block_size
+    out = np.empty((heads, count + num_blocks - blocks), np.int64)
+    padded = torch.nn.functional.pad(queries.float() * scaling, (0, centroids.shape[-1] - dim))
+    _choose_candidates(
+        padded.contiguous().flatten(0, 1).numpy(),
+        centroids.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
+        sizes.flatten(0, 1).numpy(),
+        codes.flatten(0, 1).numpy(),
+        np.empty((0, 0), np.uint8) if decide is None else decide.contiguous().view(torch.uint8).numpy(),
+        segments,
+        block_size,
+        group,
+        count,
+        sink_blocks,
+        num_blocks,
+        out,
+    )
+    return torch.from_numpy(out).view(batch, kv_heads, -1)
 
 
 # --- Residency ------------------------------------------------------------------------------------------------------------

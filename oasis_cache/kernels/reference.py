@@ -226,6 +226,50 @@ def _ranked(log_mass: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
     return rows, rows.amax(2), log_mass
 
 
+def cluster_shares(
+    queries: torch.Tensor,
+    centroids: torch.Tensor,
+    sizes: torch.Tensor,
+    codes: torch.Tensor,
+    block_size: int,
+    group: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Share of attention of each block if every token had the score of its cluster's centroid, mean over the query group.
+
+    Args:
+        queries: [batch, kv_heads, group * rows, key_dim].
+        centroids, sizes, codes: As `Clusters` holds them, [batch, kv_heads, segments, ...].
+
+    Returns:
+        [batch, kv_heads, rows, blocks of all segments] float32, 1 in sum over blocks.
+    """
+    logits = torch.einsum("bhrd,bhskd->bhrsk", queries.float(), centroids.float()) * scaling
+    total = (logits + sizes.log().unsqueeze(2)).flatten(3).logsumexp(-1)
+    weights = (logits - total[..., None, None]).exp().unflatten(2, (group, -1)).mean(2)
+    places = codes.unsqueeze(2).expand(-1, -1, weights.shape[2], -1, -1).long()
+    return weights.gather(4, places).unflatten(4, (-1, block_size)).sum(-1).flatten(3)
+
+
+def best_candidates(shares: torch.Tensor, count: int, sink_blocks: int) -> torch.Tensor:
+    """The blocks of the largest shares, the first `sink_blocks` among them, in ascending order.
+
+    Shares count as equal if their exponents and first four bits are, and of equal ones the first come first: so a compiled
+    version needs no sorting.
+
+    Args:
+        shares: [batch, kv_heads, blocks] float32, not negative.
+
+    Returns:
+        [batch, kv_heads, count] int64.
+    """
+    blocks = shares.shape[2]
+    rank = (shares.contiguous().view(torch.int32) >> 19).long()
+    rank[..., :sink_blocks] = 1 << 13
+    order = rank * blocks + torch.arange(blocks - 1, -1, -1, device=shares.device)
+    return order.topk(count, dim=-1).indices.sort(dim=-1).values
+
+
 # --- Attention ------------------------------------------------------------------------------------------------------------
 
 

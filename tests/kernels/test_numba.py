@@ -18,19 +18,12 @@ def packed(keys):
     return reference.quantise_int2(keys), numba_ops.pack_int2(keys)
 
 
-def unpack_words(words: torch.Tensor, block_size: int) -> torch.Tensor:
-    """The inverse of `numba_ops.pack_words`: [..., ceil(block_size / 16), dim] int32 -> [..., block_size, dim] uint8."""
-    shifts = torch.arange(0, 2 * numba_ops.WORD_TOKENS, 2, dtype=torch.int32).unsqueeze(-1)
-    codes = ((words.unsqueeze(-2) >> shifts) & 3).to(torch.uint8)
-    return codes.flatten(-3, -2)[..., :block_size, :]
-
-
 @pytest.mark.parametrize("block_size", [1, 3, 16, 17, 40])
 def test_words_survive_packing(block_size):
     codes = torch.randint(0, 4, (2, 3, block_size, 7), dtype=torch.uint8)
     words = numba_ops.pack_words(codes)
     assert words.shape == (2, 3, -(-block_size // 16), 7)
-    assert torch.equal(unpack_words(words, block_size), codes)
+    assert torch.equal(numba_ops.unpack_words(words, block_size), codes)
 
 
 @pytest.mark.parametrize("dim", [2, 16, 24, 63, 80, 128])
