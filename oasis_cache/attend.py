@@ -10,7 +10,14 @@ import torch
 from oasis_cache import kernels
 from oasis_cache.kernels import reference
 from oasis_cache.masks import AttentionMask
-from oasis_cache.selector import choose_blocks, predict_scores, refine_by_attention, score_blocks
+from oasis_cache.selector import (
+    BlockScores,
+    choose_blocks,
+    choose_for_reading,
+    predict_scores,
+    refine_by_attention,
+    score_blocks,
+)
 from oasis_cache.stats import StepTrace
 
 if TYPE_CHECKING:
@@ -48,36 +55,43 @@ def attend_sparse(
         visible = visible.expand(batch, -1).unflatten(1, (num_blocks, config.block_size))
     roles = layer.runtime.roles_of(batch, rows, query.device)
     bias = mask.block_bias(num_blocks, config.block_size, shape.kv_heads)
-    scores = score_blocks(index, queries, group, num_blocks, scaling, visible, roles, bias, config.sink_blocks)
-
-    def choose(ranking: torch.Tensor) -> torch.Tensor:
-        return choose_blocks(ranking, config.num_slots, config.sink_blocks, scores.first_block)
+    wanted: torch.Tensor | None = None
+    scores: BlockScores | None = None
+    fetches = config.on_miss == "fetch"
+    if fetches and not residency.prefetches and visible is None and roles is None and bias is None:
+        wanted = index.select(queries, group, num_blocks, scaling, config.sink_blocks, config.num_slots)
+    if wanted is None:
+        scores = score_blocks(index, queries, group, num_blocks, scaling, visible, roles, bias, config.sink_blocks)
 
     residency.land()
-    demanded = config.on_miss == "fetch" or working_set.has_empty_slots
-    if demanded:
-        residency.demand(scores.numbers(choose(scores.best)), num_blocks)
+    if fetches or working_set.has_empty_slots:
+        if wanted is None:
+            assert scores is not None
+            wanted = choose_for_reading(scores, config.num_slots, config.sink_blocks)
+        residency.demand(wanted, num_blocks)
     _count(layer)
-    if config.trace and config.on_miss == "fetch":
+    if config.trace and fetches:
         _record(layer, rows)
     token_mask = mask.gather(working_set.token_positions(), group) if mask.values is not None else None
     inputs = (queries, working_set.kv, shape.query_dim, working_set.num_tokens, rows, scaling, token_mask, softcap)
     columns = shape.value_columns
     sinks = None if sinks is None else sinks.view(shape.kv_heads, group)
-    if config.on_miss == "fetch":
+    if fetches:
         out = kernels.sparse_attention(*inputs, sinks, value_columns=columns)
-        if residency.prefetches:
+        if scores is not None and residency.prefetches:
             residency.stage(predict_scores(scores.of_all(num_blocks), config.lookahead))
     else:
         out, lse, mass = kernels.sparse_attention_with_mass(*inputs, sinks, value_columns=columns)
         mass = mass[..., : working_set.slot_tokens].unflatten(-1, (config.num_slots, config.block_size)).sum(-1)
-        everywhere = scores.of_all(num_blocks)
-        prediction = refine_by_attention(everywhere, lse, mass, working_set.block_of_slot, group, config.lookahead)
-        if not demanded:
-            residency.count_resident(scores.numbers(choose(scores.best)), num_blocks)
+        assert scores is not None
+        scores = scores.of_all(num_blocks)
+        prediction = refine_by_attention(scores, lse, mass, working_set.block_of_slot, group, config.lookahead)
+        if wanted is None:
+            residency.count_resident(choose_for_reading(scores, config.num_slots, config.sink_blocks), num_blocks)
         if config.trace:
             _record(layer, rows)
-        residency.replace(choose(prediction), num_blocks)
+        chosen = choose_blocks(prediction, config.num_slots, config.sink_blocks, scores.first_block)
+        residency.replace(chosen, num_blocks)
     return out.to(query.dtype).view(batch, query_heads, rows, -1)
 
 

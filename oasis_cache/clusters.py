@@ -22,6 +22,7 @@ from oasis_cache.kernels import reference
 SEGMENT_TOKENS = 4096
 CLUSTERS = 128  # of a segment
 ROUNDS = 2  # of k-means
+ARRAYS = ("centroids", "sizes", "codes")
 
 Keys = Callable[[int, int], torch.Tensor]
 
@@ -104,6 +105,10 @@ class Clusters:
     def truncate(self, num_blocks: int, block_size: int) -> None:
         self.num_segments = min(self.num_segments, num_blocks // segment_blocks(block_size))
 
+    def whole_segments(self, num_blocks: int, block_size: int) -> int:
+        """Segments with clusters among the first `num_blocks` blocks."""
+        return min(self.num_segments, num_blocks // segment_blocks(block_size))
+
     def choose(
         self,
         queries: torch.Tensor,
@@ -124,21 +129,22 @@ class Clusters:
         Returns:
             [batch, kv_heads, candidates] int64 block numbers, ascending.
         """
-        size = segment_blocks(block_size)
-        segments = min(self.num_segments, num_blocks // size)
-        arrays = tuple(self.arrays[name] for name in ("centroids", "sizes", "codes"))
+        segments = self.whole_segments(num_blocks, block_size)
+        arrays = tuple(self.arrays[name] for name in ARRAYS)
         compiled = kernels.numba_for(queries.device)
         if compiled is not None:
             chosen: torch.Tensor = compiled.choose_candidates(
                 queries, *arrays, segments, block_size, group, scaling, self.candidates, sink_blocks, num_blocks, decide
             )
             return chosen
-        arrays = tuple(array[:, :, :segments] for array in arrays)
-        shares = reference.cluster_shares(queries, *arrays, block_size, group, scaling)
+        centroids, sizes, codes = (array[:, :, :segments] for array in arrays)
+        shares = reference.cluster_shares(queries, centroids, sizes, codes, block_size, group, scaling)
         if decide is not None:
             shares = shares.masked_fill(~decide[:, None, :, None], 0.0)
         best = reference.best_candidates(shares.amax(2), self.candidates, sink_blocks)
-        rest = torch.arange(segments * size, num_blocks, device=best.device).expand(*best.shape[:2], -1)
+        rest = torch.arange(segments * segment_blocks(block_size), num_blocks, device=best.device).expand(
+            *best.shape[:2], -1
+        )
         return torch.cat([best, rest], dim=2)
 
 
@@ -147,19 +153,23 @@ def cluster(keys: torch.Tensor) -> dict[str, torch.Tensor]:
     tokens = keys.shape[2]
     count = min(CLUSTERS, tokens)
     centroids = keys[:, :, tokens // count // 2 :: tokens // count][:, :, :count]
-    codes = _nearest(keys, centroids)
     for _ in range(ROUNDS):
-        members = torch.nn.functional.one_hot(codes, count).to(keys.dtype).transpose(2, 3)
-        sizes = members.sum(-1, keepdim=True)
-        centroids = torch.where(sizes > 0, (members @ keys) / sizes.clamp_min(1), centroids)
-        codes = _nearest(keys, centroids)
-    sizes = torch.nn.functional.one_hot(codes, count).sum(2)
+        members = _members(_nearest(keys, centroids), count)
+        sizes = members.sum(2).unsqueeze(-1)
+        centroids = torch.where(sizes > 0, (members.transpose(2, 3) @ keys) / sizes.clamp_min(1), centroids)
+    codes = _nearest(keys, centroids)
     missing = CLUSTERS - count
     return {
         "centroids": torch.nn.functional.pad(centroids, (0, 0, 0, missing)).to(torch.bfloat16),
-        "sizes": torch.nn.functional.pad(sizes, (0, missing)).to(torch.float32),
+        "sizes": torch.nn.functional.pad(_members(codes, count).sum(2), (0, missing)),
         "codes": codes.to(torch.uint8),
     }
+
+
+def _members(codes: torch.Tensor, count: int) -> torch.Tensor:
+    """1 where a token belongs to a cluster: [batch, kv_heads, tokens, count] float32."""
+    nothing = torch.zeros(*codes.shape, count, device=codes.device)
+    return nothing.scatter_(-1, codes.unsqueeze(-1), 1.0)
 
 
 def _nearest(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

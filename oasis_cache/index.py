@@ -13,7 +13,7 @@ import torch
 
 from oasis_cache import kernels
 from oasis_cache.blocks import LayerShape
-from oasis_cache.clusters import Clusters, segment_blocks
+from oasis_cache.clusters import ARRAYS, Clusters, segment_blocks
 from oasis_cache.kernels import reference
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -82,6 +82,16 @@ class BlockIndex(ABC):
         Returns:
             [batch, kv_heads, rows, num_blocks] float32, -inf for a block without a visible token.
         """
+
+    def select(
+        self, queries: torch.Tensor, group: int, num_blocks: int, scaling: float, sink_blocks: int, count: int
+    ) -> torch.Tensor | None:
+        """What `candidates`, `score` and `selector.choose_for_reading` come to, if the index has that in one call.
+
+        Returns:
+            [batch, kv_heads, count] int64, or None.
+        """
+        return None
 
     def score(
         self,
@@ -253,6 +263,23 @@ class Int2Index(BlockIndex):
         else:
             codes = reference.unpack_codes(parts["codes"], 2, low.shape[-1])
         return low + step * codes
+
+    def select(
+        self, queries: torch.Tensor, group: int, num_blocks: int, scaling: float, sink_blocks: int, count: int
+    ) -> torch.Tensor | None:
+        if "words" not in self.arrays:
+            return None
+        compiled = kernels.numba_for(queries.device)
+        assert compiled is not None, "words were packed for numba"
+        words, low, step = (self.arrays[name] for name in ("words", "low", "step"))
+        arrays, segments, candidates = None, 0, 0
+        if self.clusters is not None and self.clusters.pays(num_blocks, self.block_size):
+            self.clusters.catch_up(num_blocks, self.block_size, self.keys)
+            segments, candidates = self.clusters.whole_segments(num_blocks, self.block_size), self.clusters.candidates
+            arrays = tuple(self.clusters.arrays[name] for name in ARRAYS)
+        sizes = (segments, num_blocks, self.block_size, group, scaling, candidates, sink_blocks, count)
+        wanted: torch.Tensor = compiled.select_int2(queries, words, low, step, arrays, *sizes)
+        return wanted
 
     def _width(self, shape: LayerShape) -> int:
         compiled = kernels.numba_for(shape.device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from oasis_cache import kernels
 from oasis_cache.index import BlockIndex
 from oasis_cache.kernels import reference
 
@@ -135,6 +136,21 @@ def choose_blocks(
     Returns:
         [batch, kv_heads, count] int64 distinct block numbers, best first. Blocks that no row may see come last.
     """
+    return _with_sinks(scores, sink_blocks, first_block).topk(count, dim=-1).indices
+
+
+def choose_for_reading(scores: BlockScores, count: int, sink_blocks: int) -> torch.Tensor:
+    """The blocks that `choose_blocks` chooses by `scores.best`, as numbers, in an order that only depends on which they are.
+
+    Returns:
+        [batch, kv_heads, count] int64.
+    """
+    ranked = _with_sinks(scores.best, sink_blocks, scores.first_block)
+    return scores.numbers(kernels.top_blocks(ranked, count))
+
+
+def _with_sinks(scores: torch.Tensor, sink_blocks: int, first_block: torch.Tensor | None) -> torch.Tensor:
+    """Scores in which the sinks are above all."""
     scores = scores.clone()
     if first_block is None:
         scores[..., :sink_blocks] = float("inf")
@@ -142,7 +158,7 @@ def choose_blocks(
         sinks = first_block.unsqueeze(-1) + torch.arange(sink_blocks, device=scores.device)
         sinks = sinks.clamp_max(scores.shape[2] - 1)[:, None].expand(-1, scores.shape[1], -1)
         scores.scatter_(2, sinks, float("inf"))
-    return scores.topk(count, dim=-1).indices
+    return scores
 
 
 def predict_scores(scores: BlockScores, mode: str) -> torch.Tensor:

@@ -45,6 +45,7 @@ __all__ = [
     "seal_blocks",
     "sparse_attention",
     "sparse_attention_with_mass",
+    "top_blocks",
     "uses_triton",
     "write_pages",
 ]
@@ -236,6 +237,13 @@ def score_minmax(
     """`reference.score_minmax`: scores of all blocks per row, their maximum over rows, and the log-mass."""
     rows, best, log_mass = _score("score_minmax", queries, (low, high), group, scaling, visible)
     return rows, best, log_mass
+
+
+def top_blocks(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """`reference.top_blocks`; of equal scores, where numba serves, the first ones, in ascending order."""
+    compiled = numba_for(scores.device)
+    chosen: torch.Tensor = (reference if compiled is None else compiled).top_blocks(scores, count)
+    return chosen
 
 
 def delta_select(

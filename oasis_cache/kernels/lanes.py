@@ -183,6 +183,39 @@ def exp_in_place(typing_context: Any, values: Any, count: Any, highest: Any) -> 
 
 
 @intrinsic
+def log_in_place(typing_context: Any, values: Any, count: Any) -> Any:
+    """values[:count] become their natural logarithms, within 1e-6.
+
+    values: address of positive f32; count: a multiple of 16, at least 16.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        values, count = arguments
+        values = builder.inttoptr(values, _F32.as_pointer())
+
+        def logarithm(position: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            place = _vector_at(builder, values, position)
+            bits = builder.bitcast(_load(builder, place), _INTS)
+            exponent = builder.sub(builder.lshr(bits, _every(_INTS, 23)), _every(_INTS, 127))
+            mantissa = builder.or_(builder.and_(bits, _every(_INTS, (1 << 23) - 1)), _every(_INTS, 127 << 23))
+            x = builder.bitcast(mantissa, _FLOATS)  # in [1, 2)
+            # log x = 2 artanh s with s = (x - 1) / (x + 1), at most a third.
+            s = builder.fdiv(builder.fsub(x, _every(_FLOATS, 1.0)), builder.fadd(x, _every(_FLOATS, 1.0)))
+            square = builder.fmul(s, s)
+            y = _every(_FLOATS, 2 / 11)
+            for power in (9, 7, 5, 3, 1):
+                y = builder.fadd(builder.fmul(y, square, flags=_FAST), _every(_FLOATS, 2 / power), flags=_FAST)
+            whole = builder.fmul(builder.sitofp(exponent, _FLOATS), _every(_FLOATS, 0.69314718))
+            _store(builder, builder.fadd(whole, builder.fmul(y, s)), place)
+            return []
+
+        _loop(builder, count, [], logarithm)
+        return context.get_dummy_value()
+
+    return types.void(values, count), generate
+
+
+@intrinsic
 def scale_query(typing_context: Any, query: Any, low: Any, step: Any, dim: Any, scaled: Any) -> Any:
     """scaled[c] = query[c] * step[c]; returns the sum of query[c] * low[c], f32.
 

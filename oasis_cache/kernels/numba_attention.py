@@ -36,7 +36,7 @@ PIECE_TOKENS = 512
 MAX_ROWS = 32  # query rows of a KV head; for more of them PyTorch's matrix products are faster
 DTYPES = (torch.float32, torch.bfloat16)
 _VALUE_TOKENS = 64  # tokens whose values stay in the fastest memory while channels are gone through
-_PARALLEL_FROM = 1 << 13  # tokens times query rows from which waking other threads pays
+_PARALLEL_FROM = 1 << 15  # tokens times query rows from which waking other threads pays
 
 
 @numba.njit(cache=True, nogil=True)

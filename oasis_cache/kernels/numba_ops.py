@@ -25,6 +25,7 @@ from oasis_cache.kernels.lanes import (
     half_key_dots_2,
     half_key_dots_3,
     half_key_dots_4,
+    log_in_place,
     scale_query,
 )
 
@@ -83,8 +84,10 @@ def _score_range(queries, words, low, step, visible, chosen, block_size, start, 
     scores = np.empty((num_words, rows, LANES), np.float32)
     tokens = np.empty(padded, np.float32)
     highest = np.empty(1, np.float32)
+    count = (stop - start + LANES - 1) // LANES * LANES
+    totals = np.ones((rows, count), np.float32)
     p_queries, p_scaled, p_scores = _address(queries), _address(scaled), _address(scores)
-    p_tokens, p_highest = _address(tokens), _address(highest)
+    p_tokens, p_highest, p_totals = _address(tokens), _address(highest), _address(totals)
     p_words, p_low, p_step = _address(words), _address(low), _address(step)
     plain = block_size == LANES and visible.shape[0] == 0
     for place in range(start, stop):
@@ -115,7 +118,7 @@ def _score_range(queries, words, low, step, visible, chosen, block_size, start, 
         for row in range(rows):
             if plain:
                 total = exp_in_place(p_scores + np.uintp(4 * row * LANES), np.uintp(LANES), p_highest)
-                out[row, place] = highest[0] + np.log(total)
+                out[row, place], totals[row, place - start] = highest[0], total
                 continue
             hidden = True
             for t in range(padded):
@@ -128,7 +131,11 @@ def _score_range(queries, words, low, step, visible, chosen, block_size, start, 
                 out[row, place] = MASKED
             else:
                 total = exp_in_place(p_tokens, np.uintp(padded), p_highest)
-                out[row, place] = highest[0] + np.log(total)
+                out[row, place], totals[row, place - start] = highest[0], total
+    for row in range(rows):
+        log_in_place(p_totals + np.uintp(4 * row * count), np.uintp(count))
+        for place in range(start, stop):
+            out[row, place] += totals[row, place - start]
     # numba frees an array after its last use by name: what only its address was used of must be named once more.
     scaled[0, 0] = np.float32(0.0)
     scores[0, 0, 0] = np.float32(0.0)
@@ -207,6 +214,14 @@ def _score_parallel(queries, words, low, step, visible, chosen, block_size, grou
         _rank(log_mass[head].reshape(group, query_rows // group, blocks), rows[head], best[head])
 
 
+def _scaled(queries: torch.Tensor, scaling: float, width: int) -> np.ndarray:
+    """Queries [batch, kv_heads, rows, dim] times `scaling`, with zeros up to a width: [heads, rows, width] float32."""
+    scaled = queries.float() * scaling
+    if scaled.shape[-1] < width:
+        scaled = torch.nn.functional.pad(scaled, (0, width - scaled.shape[-1]))
+    return scaled.contiguous().flatten(0, 1).numpy()
+
+
 def score_int2(
     queries: torch.Tensor,
     words: torch.Tensor,
@@ -227,15 +242,14 @@ def score_int2(
         visible: [batch, num_blocks, block_size] bool, or None.
         chosen: [batch, kv_heads, count] int64, numbers of the blocks to score (without `visible`), or None.
     """
-    batch, kv_heads, query_rows, dim = queries.shape
+    batch, kv_heads, query_rows, _ = queries.shape
     num_blocks = num_blocks if chosen is None else chosen.shape[2]
     heads, rows = batch * kv_heads, query_rows // group
-    padding = (0, words.shape[-1] - dim)
     log_mass = np.empty((heads, query_rows, num_blocks), np.float32)
     shares = np.empty((heads, rows, num_blocks), np.float32)
     best = np.empty((heads, num_blocks), np.float32)
     arrays = (
-        torch.nn.functional.pad(queries.float() * scaling, padding).contiguous().flatten(0, 1).numpy(),
+        _scaled(queries, scaling, words.shape[-1]),
         words.flatten(0, 1).numpy().view(np.uint32),
         low.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
         step.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
@@ -357,32 +371,228 @@ def _best_candidates(best, count, out):
 
 
 @numba.njit(cache=True, nogil=True)
-def _choose_candidates(
+def _candidates_of_head(
     queries, centroids, sizes, codes, decide, segments, block_size, group, count, sinks, num_blocks, out
 ):
-    """All KV heads: queries [heads, group * rows, dim], centroids [heads, capacity, clusters, dim], decide [batch or 0, rows]."""
-    heads, query_rows, dim = queries.shape
-    clusters = centroids.shape[2]
-    rows = query_rows // group
-    per_row = heads // max(1, decide.shape[0])
-    blocks = segments * (codes.shape[2] // block_size)
+    """One KV head: queries [group * rows, dim], centroids [capacity, clusters, dim], decide [rows] or empty, out [candidates]."""
+    query_rows, dim = queries.shape
+    clusters = centroids.shape[1]
+    blocks = segments * (codes.shape[1] // block_size)
     weights = np.empty((query_rows, segments * clusters), np.float32)
     best = np.empty(blocks, np.float32)
     total = np.empty(1, np.float32)
-    for head in range(heads):
-        means = centroids[head, :segments].reshape(segments * clusters, dim)
-        counts = sizes[head, :segments].reshape(segments * clusters)
-        _cluster_weights(queries[head], means, counts, group, weights, total)
-        first = True
-        for row in range(rows):
-            if decide.shape[0] == 0 or decide[head // per_row, row]:
-                _block_shares(weights[row], codes[head, :segments], clusters, block_size, best, first)
-                first = False
-        for block in range(min(sinks, blocks)):
-            best[block] = _SURE
-        _best_candidates(best, count, out[head])
-        for block in range(blocks, num_blocks):
-            out[head, count + block - blocks] = block
+    means = centroids[:segments].reshape(segments * clusters, dim)
+    _cluster_weights(queries, means, sizes[:segments].reshape(segments * clusters), group, weights, total)
+    first = True
+    for row in range(query_rows // group):
+        if decide.shape[0] == 0 or decide[row]:
+            _block_shares(weights[row], codes[:segments], clusters, block_size, best, first)
+            first = False
+    for block in range(min(sinks, blocks)):
+        best[block] = _SURE
+    _best_candidates(best, count, out)
+    for block in range(blocks, num_blocks):
+        out[count + block - blocks] = block
+    total[0] = np.float32(0.0)  # named once more, as its address was used
+
+
+@numba.njit(cache=True, nogil=True)
+def _choose_candidates(
+    queries, centroids, sizes, codes, decide, segments, block_size, group, count, sinks, num_blocks, out
+):
+    """All KV heads; decide [batch or 0, rows]."""
+    per_row = queries.shape[0] // max(1, decide.shape[0])
+    for head in range(queries.shape[0]):
+        deciding = decide[head // per_row] if decide.shape[0] else np.empty(0, np.uint8)
+        _candidates_of_head(
+            queries[head], centroids[head], sizes[head], codes[head], deciding, segments, block_size, group, count, sinks,
+            num_blocks, out[head],
+        )  # fmt: skip
+
+
+@numba.njit(cache=True, nogil=True)
+def _top_blocks(scores, count, out):
+    """The `count` largest of scores [blocks] f32, of equal ones the first, as ascending numbers in out [count] i64."""
+    blocks = scores.shape[0]
+    bits = scores.view(np.uint32)
+    order = np.empty(blocks, np.uint32)  # in the order of the scores
+    histogram = np.zeros(_BINS, np.int32)
+    for block in range(blocks):
+        sign = bits[block] >> np.uint32(31)
+        order[block] = ~bits[block] if sign else bits[block] | np.uint32(0x80000000)
+        histogram[order[block] >> np.uint32(20)] += 1
+    above, threshold = 0, _BINS - 1
+    while above + histogram[threshold] < count:
+        above += histogram[threshold]
+        threshold -= 1
+    equal = count - above  # of those at the threshold
+    least = np.uint32(0)
+    if histogram[threshold] > equal:
+        members = np.empty(histogram[threshold], np.uint32)
+        found = 0
+        for block in range(blocks):
+            if order[block] >> np.uint32(20) == threshold:
+                members[found] = order[block]
+                found += 1
+        members.sort()
+        least = members[found - equal]  # the smallest that is in
+        equal = 0
+        for i in range(found):
+            if members[i] > least:
+                equal += 1
+        equal = count - above - equal  # of those that are just as large
+    else:
+        least, equal = np.uint32(threshold) << np.uint32(20), 0
+        least -= np.uint32(1) if least else np.uint32(0)
+    found = 0
+    for block in range(blocks):
+        if order[block] > least:
+            out[found] = block
+            found += 1
+        elif order[block] == least and equal > 0:
+            out[found] = block
+            found += 1
+            equal -= 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _top_of_all(scores, count, out):
+    for head in range(scores.shape[0]):
+        _top_blocks(scores[head], count, out[head])
+
+
+def top_blocks(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """`reference.top_blocks`: scores [batch, kv_heads, blocks] float32 -> [batch, kv_heads, count] int64, ascending."""
+    out = np.empty((scores.shape[0] * scores.shape[1], count), np.int64)
+    _top_of_all(scores.contiguous().flatten(0, 1).numpy(), count, out)
+    return torch.from_numpy(out).view(*scores.shape[:2], count)
+
+
+@numba.njit(cache=True, nogil=True)
+def _select_head(
+    queries, words, low, step, centroids, sizes, codes, segments, blocks, block_size, group, keep, sinks, wanted
+):
+    """One KV head: scores, ranks and chooses as `choose_candidates`, `score_int2` and `top_blocks` do after one another."""
+    query_rows = queries.shape[0]
+    if segments:
+        behind = blocks - segments * (codes.shape[1] // block_size)
+        chosen = np.empty(keep + behind, np.int64)
+        _candidates_of_head(
+            queries,
+            centroids,
+            sizes,
+            codes,
+            np.empty(0, np.uint8),
+            segments,
+            block_size,
+            group,
+            keep,
+            sinks,
+            blocks,
+            chosen,
+        )
+        places = keep + behind
+    else:
+        chosen = np.empty(0, np.int64)
+        places = blocks
+    log_mass = np.empty((query_rows, places), np.float32)
+    rows = np.empty((query_rows // group, places), np.float32)
+    best = np.empty(places, np.float32)
+    hidden = np.empty((0, 0), np.uint8)
+    _score_range(queries, words, low, step, hidden, chosen, block_size, 0, places, log_mass)
+    _rank(log_mass.reshape(group, query_rows // group, places), rows, best)
+    for place in range(min(sinks, places)):
+        best[place] = np.float32(np.inf)
+    _top_blocks(best, wanted.shape[0], wanted)
+    if segments:
+        for i in range(wanted.shape[0]):
+            wanted[i] = chosen[wanted[i]]
+
+
+@numba.njit(cache=True, nogil=True)
+def _select_serial(
+    queries, words, low, step, centroids, sizes, codes, segments, blocks, block_size, group, keep, sinks, wanted
+):
+    for head in range(queries.shape[0]):
+        _select_head(
+            queries[head], words[head], low[head], step[head], centroids[head], sizes[head], codes[head], segments, blocks,
+            block_size, group, keep, sinks, wanted[head],
+        )  # fmt: skip
+
+
+@numba.njit(parallel=True, cache=True, nogil=True)
+def _select_parallel(
+    queries, words, low, step, centroids, sizes, codes, segments, blocks, block_size, group, keep, sinks, wanted
+):
+    for head in numba.prange(queries.shape[0]):
+        _select_head(
+            queries[head], words[head], low[head], step[head], centroids[head], sizes[head], codes[head], segments, blocks,
+            block_size, group, keep, sinks, wanted[head],
+        )  # fmt: skip
+
+
+def select_int2(
+    queries: torch.Tensor,
+    words: torch.Tensor,
+    low: torch.Tensor,
+    step: torch.Tensor,
+    clusters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    segments: int,
+    num_blocks: int,
+    block_size: int,
+    group: int,
+    scaling: float,
+    candidates: int,
+    sink_blocks: int,
+    count: int,
+) -> torch.Tensor:
+    """The blocks that a step reads: `choose_candidates` (with clusters), `score_int2` and `top_blocks` in one call.
+
+    Args:
+        queries: [batch, kv_heads, group * rows, key_dim].
+        words, low, step: As `pack_int2` makes them, contiguous.
+        clusters: The arrays of `Clusters`, contiguous, or None: all of the first `num_blocks` blocks are ranked.
+        candidates: Blocks of the first `segments` segments to rank.
+        count: Blocks to choose, the first `sink_blocks` among them.
+
+    Returns:
+        [batch, kv_heads, count] int64, ascending.
+    """
+    batch, kv_heads = queries.shape[:2]
+    out = np.empty((batch * kv_heads, count), np.int64)
+    if clusters is None:
+        heads = batch * kv_heads
+        arrays = (
+            np.empty((heads, 0, 0, 0), np.uint16),
+            np.empty((heads, 0, 0), np.float32),
+            np.empty((heads, 0, 0), np.uint8),
+        )
+    else:
+        centroids, sizes, codes = (array.flatten(0, 1) for array in clusters)
+        arrays = centroids.view(torch.int16).numpy().view(np.uint16), sizes.numpy(), codes.numpy()
+    arguments = (
+        _scaled(queries, scaling, words.shape[-1]),
+        words.flatten(0, 1).numpy().view(np.uint32),
+        low.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
+        step.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
+        *arrays,
+        segments,
+        num_blocks,
+        block_size,
+        group,
+        candidates,
+        sink_blocks,
+        out,
+    )
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    ranked = num_blocks if clusters is None else candidates
+    if batch * kv_heads * ranked < _PARALLEL_FROM or threads == 1:
+        _select_serial(*arguments)
+    else:
+        with _parallel_lock:
+            numba.set_num_threads(threads)
+            _select_parallel(*arguments)
+    return torch.from_numpy(out).view(batch, kv_heads, count)
 
 
 def choose_candidates(
@@ -407,13 +617,12 @@ def choose_candidates(
         count: Blocks to choose from the first `segments` segments.
         decide: [batch, rows] bool, or None.
     """
-    batch, kv_heads, _, dim = queries.shape
+    batch, kv_heads = queries.shape[:2]
     heads = batch * kv_heads
     blocks = segments * codes.shape[3] // block_size
     out = np.empty((heads, count + num_blocks - blocks), np.int64)
-    padded = torch.nn.functional.pad(queries.float() * scaling, (0, centroids.shape[-1] - dim))
     _choose_candidates(
-        padded.contiguous().flatten(0, 1).numpy(),
+        _scaled(queries, scaling, centroids.shape[-1]),
         centroids.flatten(0, 1).view(torch.int16).numpy().view(np.uint16),
         sizes.flatten(0, 1).numpy(),
         codes.flatten(0, 1).numpy(),

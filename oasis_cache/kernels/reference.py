@@ -270,6 +270,11 @@ def best_candidates(shares: torch.Tensor, count: int, sink_blocks: int) -> torch
     return order.topk(count, dim=-1).indices.sort(dim=-1).values
 
 
+def top_blocks(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The blocks of the largest scores [batch, kv_heads, blocks]: [batch, kv_heads, count] int64, in no order that matters."""
+    return scores.topk(count, dim=-1).indices
+
+
 # --- Attention ------------------------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,21 @@ def test_scores_equal_reference(dim, block_size, group, rows, padded):
         torch.testing.assert_close(mine, right, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("count", [1, 5, 40, 300])
+@pytest.mark.parametrize("kind", ["distinct", "ties", "hidden", "alike"])
+def test_top_blocks_are_the_largest_and_of_equals_the_first(kind, count):
+    scores = torch.rand(2, 3, 300, generator=torch.Generator().manual_seed(count)) ** 4
+    if kind == "ties":
+        scores = (scores * 20).round() / 20
+    elif kind == "hidden":
+        scores[..., 7:90] = -1.0
+        scores[..., 0] = float("inf")
+    elif kind == "alike":
+        scores = 0.25 + scores * 1e-6
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
+    assert torch.equal(numba_ops.top_blocks(scores, count), expected)
+
+
 def test_queries_of_any_layout():
     """Attention hands them over transposed; addresses are only right for contiguous ones."""
     keys, queries = torch.randn(2, 3, 10, 16, 32), torch.randn(2, 4, 3, 32).transpose(1, 2)

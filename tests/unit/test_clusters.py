@@ -11,6 +11,7 @@ from oasis_cache import kernels
 from oasis_cache.clusters import CLUSTERS, SEGMENT_TOKENS, Clusters, cluster, segment_blocks
 from oasis_cache.index import make_index
 from oasis_cache.kernels import reference
+from oasis_cache.selector import choose_for_reading, score_blocks
 
 BLOCK, DIM, BATCH, HEADS, GROUP = 16, 32, 2, 2, 3
 SIZE = segment_blocks(BLOCK)
@@ -109,6 +110,34 @@ def test_compiled_and_plain_choose_alike(rows, decide, dim, monkeypatch):
     assert (common >= 1 - 2 / mine.shape[2]).all(), "more than what rounding turns at the boundary"
     for got, want in zip(scores, plain.score(queries, GROUP, MANY, 0.2, None, mine), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("blocks", [100, MANY])
+def test_one_call_selects_what_its_steps_select(index, rows, blocks, monkeypatch):
+    numba_ops = pytest.importorskip("oasis_cache.kernels.numba_ops")
+    queries, two = queries_of(rows), blocks == MANY
+    wanted = index.select(queries, GROUP, blocks, 0.2, 1, 24)
+    scores = score_blocks(index, queries, GROUP, blocks, 0.2, sink_blocks=1)
+    assert (scores.chosen is not None) is two
+    assert torch.equal(wanted, choose_for_reading(scores, 24, 1))
+    monkeypatch.setattr(numba_ops, "_PARALLEL_FROM", 0)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(index.select(queries, GROUP, blocks, 0.2, 1, 24), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_scores_of_candidates_spread_over_all_blocks(index):
+    scores = score_blocks(index, queries_of(), GROUP, MANY, 0.2, sink_blocks=1)
+    spread = scores.of_all(MANY)
+    assert spread.best.shape == (BATCH, HEADS, MANY)
+    assert torch.equal(spread.best.gather(2, scores.chosen), scores.best)
+    assert torch.equal(spread.rows.gather(3, scores.chosen.unsqueeze(2)), scores.rows)
+    assert (spread.log_mass > -torch.inf).sum() == scores.log_mass.numel()
+    torch.testing.assert_close(spread.best.sum(), scores.best.sum())
 
 
 def test_rows_without_a_say_do_not_choose(index):

@@ -82,7 +82,7 @@ def test_rows_and_copies(name):
     keys, queries = keys_of(), torch.randn(3, 2, 3, 24)
     index = filled(name, keys)
     twin = copy.deepcopy(index)
-    index.arrays = index.selected_rows(torch.tensor([1, 0, 1]))
+    index.replace_arrays(index.selected_rows(torch.tensor([1, 0, 1])))
     expected = filled(name, keys[[1, 0, 1]]).log_mass(queries, 20, 0.2)
     assert torch.equal(index.log_mass(queries, 20, 0.2), expected)
     assert torch.equal(twin.log_mass(queries[:2], 20, 0.2), filled(name, keys).log_mass(queries[:2], 20, 0.2))
