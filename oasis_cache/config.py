@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 INDEX_NAMES = ("int2", "int1", "minmax", "exact", "recency")
 MISS_POLICIES = ("fetch", "skip")
 LOOKAHEAD_MODES = ("auto", "draft", "previous", "off")
 TIER_DTYPES = (None, "int8", "int4", "fp8")
-CANDIDATES_PER_SLOT = 3
 ENGINE_NAMES = ("auto", "sync", "threads", "cuda", "simulated")
 
 
@@ -32,8 +28,9 @@ class OasisConfig:
             save); `"recency"`: the newest blocks, no retrieval at all (StreamingLLM: the control in measurements).
         candidates: Most blocks per KV head and layer that `index` ranks in a step of a long context: a coarse level, clusters of
             keys, chooses them, so that a step's time hardly grows with the context; the newest blocks, up to 4,096 tokens, come on
-            top. `"auto"`: three times the slots on a CPU, all blocks elsewhere; None: all blocks. Has no effect on contexts of
-            less than twice as many blocks, on padded batches, on models with position biases, and on indexes other than `"int2"`.
+            top. What it leaves out may be what was asked for: docs/performance.md has the gain and the loss. None: all blocks are
+            ranked. Has no effect on contexts of less than twice as many blocks, on padded batches, on models with position biases,
+            and on indexes other than `"int2"`.
         on_miss: `"fetch"`: attention reads exactly the selected blocks, absent ones are fetched and waited for.
             `"skip"`: attention reads the resident blocks and never waits (the paper's behaviour).
         lookahead: Which query rows predict the next step's blocks: `"draft"` all rows of a forward, `"previous"` the first one
@@ -72,7 +69,7 @@ class OasisConfig:
     sink_blocks: int = 1
     recent_blocks: int = 4
     index: str = "int2"
-    candidates: int | str | None = "auto"
+    candidates: int | None = None
     on_miss: str = "fetch"
     lookahead: str = "auto"
     max_fetch: int | float | None = 0.05
@@ -136,12 +133,9 @@ class OasisConfig:
         self._check_max_fetch()
 
     def _check_candidates(self) -> None:
-        if self.candidates in (None, "auto"):
+        if self.candidates is None:
             return
-        if isinstance(self.candidates, bool) or not isinstance(self.candidates, int):
-            raise ValueError(
-                f"candidates={self.candidates!r} must be a number of blocks (int), 'auto', or None for all blocks"
-            )
+        _check_int(self, "candidates", minimum=1)
         if self.candidates < self.num_slots:
             raise ValueError(
                 f"candidates={self.candidates} must be at least {self.num_slots}, the blocks that are chosen of them: budget="
@@ -182,13 +176,6 @@ class OasisConfig:
     def budget_blocks(self) -> int:
         """Blocks that attention may read per KV head and layer: sink + recent + retrieved."""
         return self.budget // self.block_size
-
-    def num_candidates(self, device: torch.device) -> int | None:
-        """`candidates` in blocks for a layer on a device; None: all."""
-        if self.candidates != "auto":
-            assert not isinstance(self.candidates, str)
-            return self.candidates
-        return CANDIDATES_PER_SLOT * self.num_slots if device.type == "cpu" else None
 
     @property
     def num_slots(self) -> int:

@@ -48,7 +48,7 @@ class BlockIndex(ABC):
 
     def keys(self, first: int, last: int) -> torch.Tensor:
         """The keys of blocks as the index knows them: [batch, kv_heads, blocks, block_size, dim] float32, dim at least key_dim."""
-        raise NotImplementedError(f"{type(self).__name__} has no keys")
+        raise NotImplementedError
 
     def candidates(
         self,
@@ -86,7 +86,7 @@ class BlockIndex(ABC):
     def select(
         self, queries: torch.Tensor, group: int, num_blocks: int, scaling: float, sink_blocks: int, count: int
     ) -> torch.Tensor | None:
-        """What `candidates`, `score` and `selector.choose_for_reading` come to, if the index has that in one call.
+        """What `candidates`, `score` and `selector.choose_for_reading` come to, if one call for it is faster.
 
         Returns:
             [batch, kv_heads, count] int64, or None.
@@ -194,7 +194,7 @@ class BlockIndex(ABC):
 
     def truncate(self, num_blocks: int) -> None:
         self.num_blocks = min(self.num_blocks, num_blocks)
-        if self.clusters is not None:
+        if self.clusters is not None and self.block_size:
             self.clusters.truncate(self.num_blocks, self.block_size)
 
     def selected_rows(self, rows: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
@@ -271,13 +271,15 @@ class Int2Index(BlockIndex):
             return None
         compiled = kernels.numba_for(queries.device)
         assert compiled is not None, "words were packed for numba"
-        words, low, step = (self.arrays[name] for name in ("words", "low", "step"))
-        arrays, segments, candidates = None, 0, 0
+        arrays, segments, ranked = None, 0, num_blocks
         if self.clusters is not None and self.clusters.pays(num_blocks, self.block_size):
             self.clusters.catch_up(num_blocks, self.block_size, self.keys)
-            segments, candidates = self.clusters.whole_segments(num_blocks, self.block_size), self.clusters.candidates
+            segments, ranked = self.clusters.whole_segments(num_blocks, self.block_size), self.clusters.candidates
             arrays = tuple(self.clusters.arrays[name] for name in ARRAYS)
-        sizes = (segments, num_blocks, self.block_size, group, scaling, candidates, sink_blocks, count)
+        if compiled.threads_pay(queries.shape[0] * queries.shape[1] * ranked):
+            return None
+        words, low, step = (self.arrays[name] for name in ("words", "low", "step"))
+        sizes = (segments, num_blocks, self.block_size, group, scaling, ranked, sink_blocks, count)
         wanted: torch.Tensor = compiled.select_int2(queries, words, low, step, arrays, *sizes)
         return wanted
 

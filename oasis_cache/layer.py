@@ -313,9 +313,7 @@ class OasisLayer(CacheLayerMixin):
         sizes = (block_size, config.num_slots, config.window_tokens, staged)
         return LayerForecast(
             WorkingSet(replace(shape, device=torch.device("meta")), *sizes).num_bytes,
-            make_index(config.index, config.num_candidates(shape.device)).forecast(
-                shape, block_size, at_once, num_blocks
-            ),
+            make_index(config.index, config.candidates).forecast(shape, block_size, at_once, num_blocks),
             *forecast_store(shape, config, at_once, num_blocks),
         )
 
@@ -372,7 +370,7 @@ class OasisLayer(CacheLayerMixin):
 
     def open_pages(self) -> None:
         """Make the empty parts of the paged state."""
-        self.index = make_index(self.config.index, self.config.num_candidates(self.shape.device))
+        self.index = make_index(self.config.index, self.config.candidates)
         self.store = make_store(self.runtime.memory, self.runtime.pools, self.shape, self.config)
         self.counters.block_bytes = self.store.block_bytes
         self.residency = Residency(self.runtime, self.shape, self.store, self.counters)

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from oasis_cache.blocks import LayerShape
+from oasis_cache.clusters import segment_blocks
 from oasis_cache.config import OasisConfig
 from oasis_cache.formats import make_format
 from oasis_cache.layer import OasisLayer
@@ -147,8 +148,9 @@ def plan_capacity(
 
     block_size, own = config.block_size, needs_of(context, batch)
     longest = _LONGEST // block_size
-    now, later = (needs_of(tokens, batch) for tokens in (1 << 20, (1 << 20) + 64 * block_size))
-    step = 64 * block_size * batch
+    further = 4 * segment_blocks(block_size) * block_size
+    now, later = (needs_of(tokens, batch) for tokens in (1 << 20, (1 << 20) + further))
+    step = further * batch
     prefetched, demanded = step_traffic(sizes, config, batch, dtype, device)
     return CapacityPlan(
         context=context,

@@ -222,6 +222,11 @@ def _scaled(queries: torch.Tensor, scaling: float, width: int) -> np.ndarray:
     return scaled.contiguous().flatten(0, 1).numpy()
 
 
+def threads_pay(blocks: int) -> bool:
+    """Whether scoring so many blocks of single KV heads is worth waking other threads."""
+    return blocks >= _PARALLEL_FROM and min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) > 1
+
+
 def score_int2(
     queries: torch.Tensor,
     words: torch.Tensor,
@@ -258,12 +263,11 @@ def score_int2(
         block_size,
         group,
     )
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if heads * num_blocks < _PARALLEL_FROM or threads == 1:
+    if not threads_pay(heads * num_blocks):
         _score_serial(*arrays, log_mass, shares, best)
     else:
         with _parallel_lock:
-            numba.set_num_threads(threads)
+            numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
             _score_parallel(*arrays, _CHUNK_BLOCKS, log_mass, shares, best)
     if visible is not None:
         _hide(log_mass)
@@ -510,21 +514,10 @@ def _select_head(
 
 
 @numba.njit(cache=True, nogil=True)
-def _select_serial(
+def _select(
     queries, words, low, step, centroids, sizes, codes, segments, blocks, block_size, group, keep, sinks, wanted
 ):
     for head in range(queries.shape[0]):
-        _select_head(
-            queries[head], words[head], low[head], step[head], centroids[head], sizes[head], codes[head], segments, blocks,
-            block_size, group, keep, sinks, wanted[head],
-        )  # fmt: skip
-
-
-@numba.njit(parallel=True, cache=True, nogil=True)
-def _select_parallel(
-    queries, words, low, step, centroids, sizes, codes, segments, blocks, block_size, group, keep, sinks, wanted
-):
-    for head in numba.prange(queries.shape[0]):
         _select_head(
             queries[head], words[head], low[head], step[head], centroids[head], sizes[head], codes[head], segments, blocks,
             block_size, group, keep, sinks, wanted[head],
@@ -546,7 +539,7 @@ def select_int2(
     sink_blocks: int,
     count: int,
 ) -> torch.Tensor:
-    """The blocks that a step reads: `choose_candidates` (with clusters), `score_int2` and `top_blocks` in one call.
+    """The blocks that a step reads: `choose_candidates` (with clusters), `score_int2` and `top_blocks` in one call and one thread.
 
     Args:
         queries: [batch, kv_heads, group * rows, key_dim].
@@ -584,14 +577,7 @@ def select_int2(
         sink_blocks,
         out,
     )
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    ranked = num_blocks if clusters is None else candidates
-    if batch * kv_heads * ranked < _PARALLEL_FROM or threads == 1:
-        _select_serial(*arguments)
-    else:
-        with _parallel_lock:
-            numba.set_num_threads(threads)
-            _select_parallel(*arguments)
+    _select(*arguments)
     return torch.from_numpy(out).view(batch, kv_heads, count)
 
 

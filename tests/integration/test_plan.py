@@ -112,10 +112,12 @@ def test_without_limits_nothing_is_said_of_fitting():
 
 def test_further_tokens_cost_what_caches_pay_for_them():
     plan = plan_of(context=500, tier_dtype="int8")
-    near, far = (plan_of(context=tokens, tier_dtype="int8").needs for tokens in (20_000, 36_000))
-    assert plan.host_token_bytes == pytest.approx((far.host_bytes - near.host_bytes) / 16_000, abs=1)
-    assert plan.device_token_bytes == pytest.approx((far.device_bytes - near.device_bytes) / 16_000, abs=1)
-    assert plan.dense_token_bytes == (far.dense_bytes - near.dense_bytes) / 16_000
+    near, far = (
+        plan_of(context=tokens, tier_dtype="int8").needs for tokens in (20_480, 36_864)
+    )  # segments of clusters are whole
+    assert plan.host_token_bytes == pytest.approx((far.host_bytes - near.host_bytes) / 16_384, abs=1)
+    assert plan.device_token_bytes == pytest.approx((far.device_bytes - near.device_bytes) / 16_384, abs=1)
+    assert plan.dense_token_bytes == (far.dense_bytes - near.dense_bytes) / 16_384
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 
-from oasis_cache import kernels
+from oasis_cache import OasisCache, clusters, kernels
 from oasis_cache.clusters import CLUSTERS, SEGMENT_TOKENS, Clusters, cluster, segment_blocks
 from oasis_cache.index import make_index
 from oasis_cache.kernels import reference
 from oasis_cache.selector import choose_for_reading, score_blocks
+from tests import models
 
 BLOCK, DIM, BATCH, HEADS, GROUP = 16, 32, 2, 2, 3
 SIZE = segment_blocks(BLOCK)
@@ -115,6 +116,8 @@ def test_compiled_and_plain_choose_alike(rows, decide, dim, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("blocks", [100, MANY])
 def test_one_call_selects_what_its_steps_select(index, rows, blocks, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     numba_ops = pytest.importorskip("oasis_cache.kernels.numba_ops")
     queries, two = queries_of(rows), blocks == MANY
     wanted = index.select(queries, GROUP, blocks, 0.2, 1, 24)
@@ -122,10 +125,11 @@ def test_one_call_selects_what_its_steps_select(index, rows, blocks, monkeypatch
     assert (scores.chosen is not None) is two
     assert torch.equal(wanted, choose_for_reading(scores, 24, 1))
     monkeypatch.setattr(numba_ops, "_PARALLEL_FROM", 0)
-    before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(index.select(queries, GROUP, blocks, 0.2, 1, 24), wanted)
+        assert index.select(queries, GROUP, blocks, 0.2, 1, 24) is None, "threads share the work of single steps"
+        scores = score_blocks(index, queries, GROUP, blocks, 0.2, sink_blocks=1)
+        assert torch.equal(wanted, choose_for_reading(scores, 24, 1))
     finally:
         torch.set_num_threads(before)
 
@@ -188,3 +192,74 @@ def test_short_contexts_are_ranked_whole():
     short.append(keys_of(SIZE - 1))
     assert short.candidates(queries_of(), GROUP, SIZE - 1, 0.2, 1) is None
     assert short.clusters.num_bytes == 0
+
+
+SMALL = {"budget": 96, "block_size": 8, "recent_blocks": 2, "sparse_rows": 8}
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    """Segments of 128 tokens, so that a tiny model has many."""
+    monkeypatch.setattr(clusters, "SEGMENT_TOKENS", 128)
+    monkeypatch.setattr(clusters, "CLUSTERS", 32)
+
+
+def tokens_and_segments(model, ids, **options):
+    with OasisCache(**SMALL, **options) as cache:
+        tokens = models.generate(model, ids, cache, 40).sequences
+        held = [layer.index.clusters.num_segments if layer.index.clusters else 0 for layer in cache.layers]
+        for layer in cache.layers:
+            layer.check_integrity()
+        return tokens, held, cache.stats()
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_cache_with_a_coarse_level_generates():
+    model, ids = models.build("llama"), models.prompt(700)
+    _, none, _ = tokens_and_segments(model, ids)
+    assert none == [0] * len(none)
+    for candidates in (39, 12):
+        tokens, held, stats = tokens_and_segments(model, ids, candidates=candidates)
+        assert min(held) >= 5
+        assert (stats.sparse_steps, stats.fallback_steps, stats.warnings) == (39, 0, ())
+        ahead = tokens_and_segments(model, ids, candidates=candidates, engine="simulated", lookahead="draft")
+        assert torch.equal(ahead[0], tokens)
+        assert ahead[2].prefetched > 0
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("options", [{}, {"on_miss": "skip"}, {"tier_dtype": "int8"}], ids=str)
+def test_prefetching_and_copies_change_nothing_with_a_coarse_level(options, tmp_path):
+    model, ids = models.build("llama"), models.prompt(700)
+    with OasisCache(**SMALL, candidates=12, **options) as cache:
+        models.forward(model, ids, cache)
+        twin = copy.deepcopy(cache)
+        cache.save(tmp_path / "kept.oasis")
+        with OasisCache.load(tmp_path / "kept.oasis", model.config) as loaded:
+            for step in range(20):
+                row = ids[:, step : step + 1]
+                logits = models.forward(model, row, cache)
+                assert torch.equal(logits, models.forward(model, row, twin))
+                assert torch.equal(logits, models.forward(model, row, loaded))
+        twin.close()
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_crop_into_a_segment_forgets_its_clusters():
+    model, ids = models.build("llama"), models.prompt(700)
+    with OasisCache(**SMALL, candidates=12) as cache, OasisCache(**SMALL, candidates=12) as short:
+        models.forward(model, ids, cache)
+        models.forward(model, ids[:, :1], cache)
+        cache.crop(-201)
+        models.forward(model, ids[:, :500], short)
+        for step in range(12):
+            row = ids[:, step : step + 1]
+            torch.testing.assert_close(models.forward(model, row, cache), models.forward(model, row, short))
+        assert [layer.index.clusters.num_segments for layer in cache.layers] == [3] * len(cache.layers)
+
+
+def test_candidates_are_checked():
+    with pytest.raises(ValueError, match="candidates=3 must be at least 10"):
+        OasisCache(**SMALL, candidates=3)
+    with pytest.raises(ValueError, match="candidates=True must be an int"):
+        OasisCache(**SMALL, candidates=True)
