@@ -14,14 +14,23 @@ from transformers import Cache, PreTrainedModel
 from eval.bench.cases import FLAT_CONTEXTS, Case
 from eval.bench.filling import SPARE_TOKENS, Source
 from eval.bench.gpu.measure import Row, percentiles
-from eval.bench.providers import DYNAMIC, OASIS, STATIC, Provider, device_bytes, kv_bytes_read, use_attention
+from eval.bench.providers import (
+    DYNAMIC,
+    OASIS,
+    STATIC,
+    TWO_LEVELS,
+    Provider,
+    device_bytes,
+    kv_bytes_read,
+    use_attention,
+)
 from oasis_cache import OasisCache
 from oasis_cache.cache import cache_argument
 from oasis_cache.stats import OasisStats
 
 PART = "cpu"
 WARM_UP = 2  # steps that are not counted: the first fills the slots, the second settles
-PEERS = {"short": (OASIS, DYNAMIC), "batch": (OASIS, DYNAMIC, STATIC), "flat": (OASIS,)}
+PEERS = {"short": (OASIS, DYNAMIC), "batch": (OASIS, DYNAMIC, STATIC), "flat": (OASIS, TWO_LEVELS)}
 BANDWIDTH_BYTES = 1 << 28
 
 
@@ -72,13 +81,13 @@ def fill_all(
 ) -> list[Subject]:
     """The caches of a case, filled; what does not fit the memory that is left is left out, and said."""
     chosen = [provider for provider in wanted if provider.name in PEERS.get(case.kind, (provider.name,))]
-    contexts = FLAT_CONTEXTS if case.kind == "flat" else (case.context,)
     subjects = []
     for provider in chosen:
+        contexts = FLAT_CONTEXTS if case.kind == "flat" and provider.name == OASIS else (case.context,)
         for context in contexts:
             dense = source.kv_bytes(context, case.batch)
             needed, available = int(provider.host_share * dense), psutil.virtual_memory().available
-            name = f"{provider.name} at {context:,}" if len(contexts) > 1 else provider.name
+            name = f"{provider.name} at {context:,}" if case.kind == "flat" else provider.name
             if needed > available:
                 say(f"{case.name}: {name} is left out: needs {needed:,} bytes of memory, {available:,} are available")
                 continue

@@ -12,6 +12,8 @@ from eval.bench.quest import ATTENTION, QuestCache
 from oasis_cache import OasisCache
 
 OASIS, DYNAMIC, STATIC, QUEST = "OasisCache", "DynamicCache", "StaticCache", "Quest"
+CANDIDATES = 372  # three times the slots of a budget of 2,048 tokens
+TWO_LEVELS = f"OasisCache candidates={CANDIDATES}"
 FP8, QUANTO = "QuantizedCache fp8", "QuantizedCache int4"
 
 
@@ -39,6 +41,11 @@ def providers(names: tuple[str, ...] | None = None) -> list[Provider]:
     everyone = [
         # Slabs of the host tier come in powers of two, and the index beside them.
         Provider(OASIS, lambda model, _, budget: OasisCache(model_config=model.config, budget=budget), host_share=2.3),
+        Provider(
+            TWO_LEVELS,
+            lambda model, _, budget: OasisCache(model_config=model.config, budget=budget, candidates=CANDIDATES),
+            host_share=2.3,
+        ),
         # One layer at a time is copied, and repeated for the query heads where attention asks for that.
         Provider(DYNAMIC, lambda model, *_: DynamicCache(config=model.config), host_share=1.3, whole=True),
         Provider(STATIC, lambda model, room, _: StaticCache(config=model.config, max_cache_len=room), host_share=1.2),

@@ -58,15 +58,16 @@ def flat_table(rows: list[Row]) -> str:
     """OasisCache behind a short and a long context."""
     cases = newest(rows, "flat")
     lines = [
-        "| type | context | ms per step (20th to 80th percentile) | step time, of the shorter context's | on the device, of the "
-        "dense KV | MB on the device (index among them) | fetched per step |",
-        "|---|---|---|---|---|---|---|",
+        "| type | cache | context | ms per step (20th to 80th percentile) | step time, of the shorter context's | on the device, "
+        "of the dense KV | MB on the device (index among them) | fetched per step |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case, group in cases.items():
         for row in group:
             relative = f"{1 / float(row['ratio']):.2f}x" if row["ratio"] else ""
+            cache, context = row["provider"].rsplit(" at ", 1)
             lines.append(
-                f"| {case.rsplit('-', 1)[1]} | {row['provider'].rsplit(' ', 1)[1]} | {spread(row)} | {relative} | {share(row)} | "
+                f"| {case.rsplit('-', 1)[1]} | {cache} | {context} | {spread(row)} | {relative} | {share(row)} | "
                 f"{megabytes(row['device_bytes'])} ({megabytes(row['index_bytes'])}) | {megabytes(row['bytes_moved'])} |"
             )
     return _with_origin(lines, cases)
@@ -150,14 +151,17 @@ def speed_table(rows: list[Row]) -> str:
             cells.append(f"{float(held[peer]['p50_ms']):.0f} ms{ratio}" if peer in held else "")
         lines.append(f"| {int(context):,} tokens, {dtype} | " + " | ".join(cells) + " |")
     for case, group in newest(rows, "flat").items():
-        long = group[-1]
-        if len(group) < 2 or not long["ratio"]:
+        if len(group) < 2 or not group[1]["ratio"]:
             continue
         used[case] = group
-        short, tokens = (row["provider"].rsplit(" ", 1)[1] for row in (group[0], long))
-        cell = f"{float(long['p50_ms']):.0f} ms: {1 / float(long['ratio']):.2f}x the step behind {short}"
-        cell += f"; {share(long)} of the dense KV"
-        lines.append(f"| {tokens} tokens, {case.rsplit('-', 1)[1]} | {cell} on the device | | |")
+        short = group[0]["provider"].rsplit(" ", 1)[1]
+        for long in group[1:]:
+            provider, tokens = long["provider"].rsplit(" at ", 1)
+            how = provider.removeprefix(OASIS).strip()
+            cell = f"{float(long['p50_ms']):.0f} ms: {1 / float(long['ratio']):.2f}x the step behind {short}"
+            cell += f"; {share(long)} of the dense KV"
+            where = f"{tokens} tokens, {case.rsplit('-', 1)[1]}" + (f", `{how}`" if how else "")
+            lines.append(f"| {where} | {cell} on the device | | |")
     return _with_origin(lines, used)
 
 

@@ -18,14 +18,14 @@ from eval.bench.filling import SPARE_TOKENS, Source
 from eval.bench.gpu.ledger import COLUMNS, LEDGER, append
 from eval.bench.gpu.measure import Row
 from eval.bench.measuring import compared, measure, take_turns
-from eval.bench.providers import DYNAMIC, FP8, OASIS, QUEST, STATIC, device_bytes, providers, use_attention
+from eval.bench.providers import DYNAMIC, FP8, OASIS, QUEST, STATIC, TWO_LEVELS, device_bytes, providers, use_attention
 from eval.bench.quest import ATTENTION, QuestCache
 from eval.quality.methods.quest import Quest
 from oasis_cache import OasisCache
 from oasis_cache.cache import cache_argument
 
 SEED = 100
-ALL = (OASIS, DYNAMIC, STATIC, QUEST, FP8)
+ALL = (OASIS, TWO_LEVELS, DYNAMIC, STATIC, QUEST, FP8)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_short_context_is_dense(model, source):
 def test_flat_compares_two_contexts_of_one_cache(model, source, monkeypatch):
     monkeypatch.setattr(measuring, "FLAT_CONTEXTS", (200, 1200))
     rows = measure(model, source, Case("flat", "float32", 0, 1200, budget=96), 3, providers(ALL), None, pytest.fail)
-    assert [row.provider for row in rows] == ["OasisCache at 200", "OasisCache at 1,200"]
+    assert [row.provider for row in rows] == ["OasisCache at 200", "OasisCache at 1,200", f"{TWO_LEVELS} at 1,200"]
     assert rows[0].ratio == 1 and rows[1].ratio > 0
     assert {row.baseline for row in rows} == {"OasisCache at 200"}
     assert rows[1].kv_bytes == 6 * rows[0].kv_bytes
@@ -295,7 +295,7 @@ def test_tables_are_those_of_the_newest_run(ledger):
     assert "| 8,192 | float32 | OasisCache | 40.0 (39.0 to 41.0) | 2.00x |  | 1/10.0 | 5.0 MB |  |  |" in steps
     assert "a CPU, torch 2, transformers 5, commit abc, medians of 9 in turns" in steps
     assert (
-        "| float32 | 131,072 | 50.0 (49.0 to 51.0) | 1.25x | 1/24.0 | 100.0 MB (10.0 MB) | 0.0 MB |"
+        "| float32 | OasisCache | 131,072 | 50.0 (49.0 to 51.0) | 1.25x | 1/24.0 | 100.0 MB (10.0 MB) | 0.0 MB |"
         in reporting.flat_table(rows)
     )
     assert "1.020x (1.010 to 1.031)" in reporting.short_table(rows)
