@@ -65,7 +65,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="a text, UTF-8")
     parser.add_argument("question")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where caches of files are kept for later questions")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="where caches of files are kept for later questions"
+    )
     parser.add_argument("--model", default=PACKAGED, help="folder or hub name (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--budget", type=int, default=512, help="tokens that a step reads (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="most tokens of the answer (default: %(default)s)")

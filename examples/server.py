@@ -26,9 +26,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import jinja2
@@ -174,7 +175,11 @@ class Engine:
     """One model, one cache, and one thread in which requests are answered one after another."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, collector: CacheCollector, settings: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        collector: CacheCollector,
+        settings: dict[str, Any],
     ) -> None:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: use a model that was tuned for chats")
@@ -190,7 +195,9 @@ class Engine:
             plain = [message.as_template_takes_it() for message in messages]
             chat = self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         except jinja2.TemplateError as error:
-            raise ApiError(400, f"the model's chat template refuses these messages: {error}", param="messages") from error
+            raise ApiError(
+                400, f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
         return self.tokenizer(chat, add_special_tokens=False).input_ids
 
     async def answer(self, request: ChatRequest, ids: list[int], new_tokens: int) -> AsyncIterator[str | Outcome]:
@@ -218,6 +225,8 @@ class Engine:
     def _run(self, job: Job) -> None:
         """In the generating thread: one job."""
         try:
+            if self.closing.is_set():
+                raise ApiError(503, "the server is shutting down", "overloaded")
             if not job.cancelled.is_set():
                 job.send(self._generate(job))
         except Exception as error:  # noqa: BLE001 # it is the request's, in the event loop
@@ -256,7 +265,7 @@ class Engine:
         return Outcome("length" if full else "stop", len(job.ids), kept, new, report)
 
     def _keep_common(self, ids: list[int]) -> int:
-        """Take back what the cache holds beyond its common beginning with `ids`, whose last token is to be fed; returns its length."""
+        """Take back what the cache holds beyond its common beginning with `ids`, whose last token is to be fed; its length."""
         limit = min(len(self.held), len(ids) - 1)
         common = next((number for number in range(limit) if self.held[number] != ids[number]), limit)
         try:
@@ -317,9 +326,11 @@ def build_app(engine: Engine, name: str, new_tokens: int = 512, queue: int = 16)
     @app.exception_handler(RequestValidationError)
     async def refuse_request(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"][1:]))
+        place = ".".join(map(str, first["loc"][1:])) if isinstance(first["loc"][-1], str) else ""
         unknown = first["type"] == "extra_forbidden"
-        message = f"{place}: this server does not know it" if unknown else f"{place or 'the body'}: {first['msg']}"
+        message = f"{place}: {'this server does not know it' if unknown else first['msg']}"
+        if not place:
+            message = "the body must be a JSON object, sent with Content-Type: application/json"
         return await refuse(request, ApiError(400, message, "unsupported" if unknown else None, place or None))
 
     @app.exception_handler(HTTPException)
@@ -343,7 +354,9 @@ def build_app(engine: Engine, name: str, new_tokens: int = 512, queue: int = 16)
     @app.post("/v1/chat/completions")
     async def complete(request: ChatRequest, connection: Request) -> Response:
         if request.model not in (None, name):
-            raise ApiError(404, f"the model {request.model!r} does not exist; this server has {name!r}", "model_not_found", "model")
+            raise ApiError(
+                404, f"the model {request.model!r} does not exist; this server has {name!r}", "model_not_found", "model"
+            )
         ids = engine.encode(request.messages)
         wanted = request.max_completion_tokens or request.max_tokens
         room = wanted or new_tokens if positions is None else positions - len(ids)
@@ -359,9 +372,11 @@ def build_app(engine: Engine, name: str, new_tokens: int = 512, queue: int = 16)
             raise ApiError(503, f"{queue} requests wait already: try again later", "overloaded")
         pieces = engine.answer(request, ids, min(wanted or new_tokens, room))
         try:
-            first = await anext(pieces)  # errors of the prefill get a status of their own
+            first = await next_of(pieces, connection)  # errors of the prefill get a status of their own
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
-            raise ApiError(507, f"memory does not suffice for {len(ids)} tokens: {error}", "insufficient_memory") from error
+            raise ApiError(
+                507, f"memory does not suffice for {len(ids)} tokens: {error}", "insufficient_memory"
+            ) from error
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         if request.stream:
             include_usage = request.stream_options is not None and request.stream_options.include_usage
@@ -371,17 +386,24 @@ def build_app(engine: Engine, name: str, new_tokens: int = 512, queue: int = 16)
     return app
 
 
+async def next_of(pieces: AsyncIterator[str | Outcome], connection: Request) -> str | Outcome:
+    """The next piece, unless the client goes away: then the generation ends, or never begins."""
+    piece = asyncio.ensure_future(anext(pieces))
+    while not (await asyncio.wait({piece}, timeout=1.0))[0]:
+        if await connection.is_disconnected():
+            piece.cancel()
+            raise ApiError(499, "the client went away")
+    return piece.result()
+
+
 async def whole(
     head: dict[str, Any], first: str | Outcome, pieces: AsyncIterator[str | Outcome], connection: Request
 ) -> dict[str, Any]:
     """The response that is no stream."""
     text, item = "", first
-    async with aclosing(pieces):
-        while isinstance(item, str):
-            if await connection.is_disconnected():
-                return {}
-            text += item
-            item = await anext(pieces)
+    while isinstance(item, str):
+        text += item
+        item = await next_of(pieces, connection)
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": item.finish_reason}
     body = {"object": "chat.completion", "choices": [choice], "usage": item.usage, "oasis_cache": item.cache}
@@ -414,6 +436,18 @@ async def events(
         yield "data: [DONE]\n\n"
 
 
+class Server(uvicorn.Server):
+    """Ends the generation that runs when it is told to stop, and so does not wait long for it."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self.engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.engine.closing.set()
+        super().handle_exit(sig, frame)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=PACKAGED, help="folder or hub name (default: SmolLM2-135M-Instruct)")
@@ -421,7 +455,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     parser.add_argument("--queue", type=int, default=16, help="most requests that wait or run (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=512, help="of an answer, if a request does not say (default: %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=512, help="of an answer, if a request does not say (default: %(default)s)"
+    )
     parser.add_argument("--budget", type=int, default=2048, help="tokens that a step reads (default: %(default)s)")
     parser.add_argument("--max-host-memory", type=parse_size, metavar="SIZE", help="cap on host memory, such as 8GiB")
     parser.add_argument("--dtype", default="float32", help="of weights and KV (default: %(default)s)")
@@ -432,8 +468,10 @@ def main(arguments: list[str]) -> int:
     model, tokenizer = load_model(options.model, getattr(torch, options.dtype), options.device)
     settings = {"budget": options.budget, "max_host_bytes": options.max_host_memory}
     name = options.name or (MODEL_NAME if options.model == PACKAGED else Path(options.model).name)
-    app = build_app(Engine(model, tokenizer, CacheCollector(), settings), name, options.new_tokens, options.queue)
-    uvicorn.run(app, host=options.host, port=options.port, timeout_graceful_shutdown=5)
+    engine = Engine(model, tokenizer, CacheCollector(), settings)
+    app = build_app(engine, name, options.new_tokens, options.queue)
+    with suppress(KeyboardInterrupt):
+        Server(uvicorn.Config(app, host=options.host, port=options.port), engine).run()
     return 0
 
 

@@ -20,10 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from oasis_cache import OasisCache
-from oasis_cache.cache import cache_argument
 from oasis_cache.demo import generate, prefill
 from oasis_cache.display import in_bytes
-from oasis_cache.haystack import NEEDLE, QUESTION, take_sentences
+from oasis_cache.haystack import NEEDLE, QUESTION, TASK, take_sentences
 from oasis_cache.packaged import PACKAGED, load_model
 
 NUMBERS = {"harbor": "4815162", "violin": "2718281", "glacier": "1618033"}
@@ -35,7 +34,7 @@ def hidden_numbers(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[str
     sentences = take_sentences(tokens, tokenizer, start=3000)
     for place, (key, number) in zip((0.2, 0.5, 0.8), NUMBERS.items(), strict=True):
         sentences.insert(int(place * len(sentences)), NEEDLE.format(key=key, number=number))
-    return " ".join(sentences), [QUESTION.format(key=key).strip() for key in NUMBERS]
+    return " ".join((TASK.strip(), *sentences)), [QUESTION.format(key=key).strip() for key in NUMBERS]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
@@ -54,7 +53,11 @@ def chat(tokenizer: PreTrainedTokenizerBase, question: str) -> tuple[str, str]:
 
 
 def answer_all(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, document: str, questions: list[str], options: argparse.Namespace
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    document: str,
+    questions: list[str],
+    options: argparse.Namespace,
 ) -> None:
     prefix = encode(tokenizer, chat(tokenizer, "")[0] + document).to(model.device)
     with OasisCache(model_config=model.config, budget=options.budget) as shared, ExitStack() as copies:

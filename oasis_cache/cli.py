@@ -1,4 +1,8 @@
-"""The command `oasis-cache`: argument parsing only; a sub-command's work lives in a module imported when it runs."""
+"""The command `oasis-cache`: argument parsing only; a sub-command's work lives in a module imported when it runs.
+
+Exit status of all commands: 0 if it went well, 1 if what was asked does not hold or memory did not suffice, 2 if an option is wrong
+or something is not installed, 130 if interrupted. `--json FILE` writes a report, `--json -` prints it in place of the words.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,8 @@ examples:
   oasis-cache demo --context 1024 --budget 2048     the budget covers the context: all tokens equal the dense ones
   oasis-cache demo --model ./my-model --json out.json
 
-exit status: 0 if both caches found the number, 1 if not, 2 if an option is wrong.
+exit status: 0 if both caches found the number, 1 if not or if memory did not suffice, 2 if an option is wrong or the model is
+not installed.
 """
 PLAN_HELP = """\
 Says what a model's cache will need on the device and in host memory, and what fits: bytes in each tier, the longest
@@ -73,6 +78,43 @@ examples:
 
 exit status: 0 if all works, 1 if something does not, 2 if an option is wrong.
 """
+BENCH_HELP = """\
+Measures how long a decode step takes on this machine's CPU behind contexts of several lengths: with OasisCache, DynamicCache and
+StaticCache of transformers, in turns. Shows the median step of each and how many times as fast as DynamicCache it is.
+
+Needs a clone of the repository, whose folder eval/ holds the measurements; docs/performance.md has recorded ones. For an
+NVIDIA GPU: make gpu-check, in the clone.
+"""
+BENCH_EXAMPLES = """\
+examples:
+  oasis-cache bench                                          1,024, 4,096 and 8,192 tokens
+  oasis-cache bench --list                                   the names of all cases
+  oasis-cache bench --cases step-32768-float32 --rounds 21   needs 6 GiB of memory
+  oasis-cache bench --cases all --json bench.json
+
+exit status: 0; 1 if no case fits the memory; 2 if an option is wrong, or this is no clone of the repository.
+"""
+EVAL_HELP = """\
+Measures what sparse decoding costs in answers: a model answers tasks (hidden numbers, look-ups, prose and others) with the dense
+cache, with OasisCache and with other methods at a budget of 1/8 of the context, all on the keys and values of the same
+prefill. Shows the points lost against the dense cache. An interrupted run goes on when the same command is given again.
+
+Needs a clone of the repository, whose folder eval/ holds the tasks; docs/accuracy.md explains them and has recorded results.
+"""
+EVAL_EXAMPLES = """\
+examples:
+  oasis-cache eval                                            the small suite on SmolLM2-135M-Instruct, some minutes
+  oasis-cache eval --methods oasis                            OasisCache and the dense cache only
+  oasis-cache eval --model ./qwen3-4b --device cuda --dtype bfloat16 --out results/qwen3
+  oasis-cache eval --suite full --out results/mine --json metrics.json      hours
+
+exit status: 0; 2 if an option is wrong, the folder holds results of another suite or model, or this is no clone of the
+repository; 130 if interrupted.
+"""
+# What a command may find missing, and the extra that brings it.
+EXTRAS = dict.fromkeys(("gguf", "numba", "rich"), "demo-tools") | dict.fromkeys(
+    ("datasets", "lm_eval", "matplotlib", "nltk", "wonderwords"), "eval"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,8 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.run(parsed)
     except (ValueError, ModuleNotFoundError) as error:
-        print(f"oasis-cache {parsed.command}: {error}", file=sys.stderr)
+        extra = EXTRAS.get(getattr(error, "name", None) or "")
+        advice = f': this command needs pip install "oasis-cache[{extra}]"' if extra else ""
+        print(f"oasis-cache {parsed.command}: {error}{advice}", file=sys.stderr)
         return 2
+    except (MemoryError, OSError) as error:
+        print(f"oasis-cache {parsed.command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -95,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="oasis-cache",
         description="Long contexts on small devices: the KV cache in host memory, a working set on the device.",
+        epilog="oasis-cache COMMAND --help has examples. New here: oasis-cache doctor, then oasis-cache demo.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -102,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_plan(commands)
     _add_doctor(commands)
+    _add_bench(commands)
+    _add_eval(commands)
     return parser
 
 
@@ -153,9 +203,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--device", default="auto", help="cpu, cuda, ...; auto takes a GPU if there is one (default: %(default)s)"
     )
     parser.add_argument("--dtype", default="float32", help="type of weights and KV (default: %(default)s)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write everything that the table shows, and more"
-    )
+    _add_json(parser)
 
 
 def _run_demo(parsed: argparse.Namespace) -> int:
@@ -215,11 +263,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--device", default="auto", help="cpu, cuda, ...; auto takes a GPU if there is one (default: %(default)s)"
     )
     parser.add_argument("--dtype", default="float32", help="type of weights and KV (default: %(default)s)")
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write text, times and counters there; - for the standard output in place of the text",
-    )
+    _add_json(parser, nargs=None)  # else it would take the prompt for a file's name
 
 
 def _run_generate(parsed: argparse.Namespace) -> int:
@@ -274,25 +318,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--tier-dtype", choices=TIER_DTYPES[1:], default=argparse.SUPPRESS, help="what the host tier keeps blocks in"
     )
     parser.add_argument("--spare-blocks", type=int, default=argparse.SUPPRESS, metavar="N", help="as in OasisConfig")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write JSON to a file too, or (without one) print it instead",
-    )
+    _add_json(parser)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "doctor", "what this machine and installation can do", _run_doctor)
     parser.description, parser.epilog = DOCTOR_HELP, DOCTOR_EXAMPLES
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write JSON to a file too, or (without one) print it instead",
-    )
+    _add_json(parser)
 
 
 def _run_doctor(parsed: argparse.Namespace) -> int:
@@ -331,6 +363,74 @@ def _run_plan(parsed: argparse.Namespace) -> int:
             settings={name: getattr(parsed, name) for name in names if hasattr(parsed, name)},
             json_file=parsed.json,
         )
+    )
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(commands, "bench", "measure decode steps on this machine's CPU (in a clone)", _run_bench)
+    parser.description, parser.epilog = BENCH_HELP, BENCH_EXAMPLES
+    parser.add_argument(
+        "--cases", metavar="NAME,NAME", help="all, or some of what --list names (default: up to 8,192 tokens)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, metavar="N", help="measured steps of each cache (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model", default="packaged", metavar="PATH_OR_ID", help="folder or hub name of a causal language model"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of all cases, and measure nothing")
+    _add_json(parser)
+
+
+def _run_bench(parsed: argparse.Namespace) -> int:
+    from oasis_cache.measure import QUICK_CASES, BenchOptions, run_bench
+
+    cases = parsed.cases or QUICK_CASES
+    return run_bench(BenchOptions(cases, parsed.rounds, parsed.model, parsed.list, parsed.json))
+
+
+def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_command(commands, "eval", "measure accuracy against the dense cache (in a clone)", _run_eval)
+    parser.description, parser.epilog = EVAL_HELP, EVAL_EXAMPLES
+    parser.add_argument(
+        "--suite",
+        choices=("small", "full", "ruler"),
+        default="small",
+        help="how many tasks, texts and lengths; ruler: those of lm-eval, pip install -e '.[eval]' (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--methods",
+        metavar="NAME,NAME",
+        help="what is compared with the dense cache, such as oasis,quest,streaming,oracle (default: six)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where results go, or go on (default: accuracy-SUITE)"
+    )
+    parser.add_argument(
+        "--model", default="packaged", metavar="PATH_OR_ID", help="folder or hub name of a causal language model"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, ...; auto takes a GPU if there is one (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", default="float32", help="type of weights and KV (default: %(default)s)")
+    _add_json(parser)
+
+
+def _run_eval(parsed: argparse.Namespace) -> int:
+    from oasis_cache.measure import EvalOptions, run_eval
+
+    folder = parsed.out or Path(f"accuracy-{parsed.suite}")
+    options = EvalOptions(parsed.suite, parsed.methods, folder, parsed.model, parsed.device, parsed.dtype, parsed.json)
+    return run_eval(options)
+
+
+def _add_json(parser: argparse.ArgumentParser, nargs: str | None = "?") -> None:
+    parser.add_argument(
+        "--json",
+        nargs=nargs,
+        const=None if nargs is None else "-",
+        metavar="FILE",
+        help="write a report as JSON there too; - prints it in place of the words",
     )
 
 

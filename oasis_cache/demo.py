@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from oasis_cache.cache import OasisCache, cache_argument
 from oasis_cache.config import OasisConfig
 from oasis_cache.haystack import TEXT_NAME, HiddenNumber, hide_number
 from oasis_cache.packaged import MODEL_NAME, PACKAGED, load_model
+from oasis_cache.reports import STDOUT, check_report_file, write_report
 
 _LEAST_BUDGET = (OasisConfig.sink_blocks + OasisConfig.recent_blocks + 1) * OasisConfig.block_size
 PREFILL_CHUNK_TOKENS = 4096
@@ -41,7 +40,7 @@ class DemoOptions:
         seed: Chooses passage, key and number.
         device: Where the model runs; `"auto"`: a GPU if there is one.
         dtype: Type of weights and KV, a name in torch.
-        json_file: Where to write the report, if anywhere.
+        json_file: Where the report goes as JSON: a path, "-" for the standard output in place of the words, or None.
     """
 
     context: int = 4096
@@ -53,7 +52,7 @@ class DemoOptions:
     seed: int = 0
     device: str = "auto"
     dtype: str = "float32"
-    json_file: Path | None = None
+    json_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,21 +106,16 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
         ValueError: an option is out of range.
         ModuleNotFoundError: the packaged model or text is not installed.
     """
-    console = console or Console()
+    console = console or Console(stderr=options.json_file == STDOUT)
     transformers_logging.disable_progress_bar()
     device = pick_device(options.device)
-    if options.json_file is not None:  # refused now, not when all is computed
-        try:
-            options.json_file.parent.mkdir(parents=True, exist_ok=True)
-            options.json_file.touch()
-        except OSError as error:
-            raise ValueError(f"json_file={str(options.json_file)!r} cannot be written: {error}") from error
+    check_report_file(options.json_file)
     with console.status(f"Loading {_model_name(options.model)} (the first time it is converted, which takes longer)"):
         dtype = pick_dtype(options.dtype)
         try:
             model, tokenizer = load_model(options.model, dtype, device)
         except OSError as error:
-            raise ValueError(f"model={options.model!r} cannot be loaded: {error}") from error
+            raise cannot_load(options.model, error) from error
         _check_context(model, options)
         task = hide_number(tokenizer, options.context, options.depth, options.seed)
     environment = describe_environment(model, options.model)
@@ -152,8 +146,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
         "dense": dense.as_dict(),
         "oasis": oasis.as_dict(),
     }
-    if options.json_file is not None:
-        options.json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(report, options.json_file)
     console.print(_table(task, dense, oasis, options))
     console.print(_verdict(task, dense, oasis), highlight=False, soft_wrap=True)
     return 0 if dense.found and oasis.found else 1
@@ -295,7 +288,9 @@ def pick_device(name: str) -> str:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
         first = str(error).splitlines()[0]
-        raise ValueError(f"device={name!r} cannot be used here: {first}") from error
+        raise ValueError(
+            f"device={name!r} cannot be used here: {first} (oasis-cache doctor says what there is)"
+        ) from error
     return name
 
 
@@ -313,7 +308,8 @@ def _check_context(model: PreTrainedModel, options: DemoOptions) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and options.context + options.new_tokens > limit:
         raise ValueError(
-            f"context={options.context} with {options.new_tokens} new tokens exceed the model's {limit} positions"
+            f"context={options.context} with {options.new_tokens} new tokens exceed the model's {limit} positions: choose a "
+            "shorter --context, or a --model for longer texts"
         )
 
 
@@ -347,6 +343,15 @@ def _now(model: PreTrainedModel) -> float:
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()
+
+
+def cannot_load(model: str, error: OSError) -> ValueError:
+    """What to raise when transformers finds no model of that name."""
+    first = str(error).splitlines()[0]
+    return ValueError(
+        f"model={model!r} cannot be loaded: {first} Give a folder with config.json, weights and a tokenizer, or a hub name that "
+        "can be downloaded from here or was before"
+    )
 
 
 def _model_name(model: str) -> str:

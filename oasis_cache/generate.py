@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import sys
 import time
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from oasis_cache.cache import OasisCache, cache_argument
-from oasis_cache.demo import pick_device, pick_dtype, prefill
-from oasis_cache.packaged import load_model
+from oasis_cache.demo import cannot_load, pick_device, pick_dtype, prefill
+from oasis_cache.packaged import PACKAGED, load_model
+from oasis_cache.reports import STDOUT, check_report_file, write_report
 
 
 @dataclass(frozen=True)
@@ -65,29 +66,34 @@ def run_generate(options: GenerateOptions) -> int:
     transformers_logging.disable_progress_bar()
     device, dtype = pick_device(options.device), pick_dtype(options.dtype)
     console = Console(stderr=True)
-    with console.status(f"Loading {options.model}"):
+    note = " (the first time it is converted, which takes longer)" if options.model == PACKAGED else ""
+    with console.status(f"Loading {options.model}{note}"):
         try:
             model, tokenizer = load_model(options.model, dtype, device)
         except OSError as error:
-            raise ValueError(f"model={options.model!r} cannot be loaded: {error}") from error
+            raise cannot_load(options.model, error) from error
     ids = _encode(text, tokenizer, options).to(device)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and ids.shape[1] + options.new_tokens > limit:
         raise ValueError(
-            f"a prompt of {ids.shape[1]} tokens with {options.new_tokens} new ones exceed the model's {limit} positions"
+            f"a prompt of {ids.shape[1]} tokens with {options.new_tokens} new ones exceed the model's {limit} positions: give a "
+            "part of the text, fewer --new-tokens, or a --model for longer texts"
         )
     with OasisCache(model_config=model.config, **options.settings) as cache:
         try:
             report = _answer(model, tokenizer, ids, cache, options, console)
         except (MemoryError, OSError) as error:
-            print(f"oasis-cache generate: {error}", file=sys.stderr)
+            advice = "--tier-dtype int8 takes half of the host memory, --max-host-memory with --spill DIR sends the rest to disk"
+            print(f"oasis-cache generate: {error}. {advice}", file=sys.stderr)
+            return 1
+        except torch.OutOfMemoryError as error:
+            advice = (
+                f"--dtype bfloat16 halves weights and KV, a lower --budget than {cache.config.budget} the working set"
+            )
+            print(f"oasis-cache generate: the device has not enough memory ({error}). {advice}", file=sys.stderr)
             return 1
         console.print(repr(cache), highlight=False, markup=False, soft_wrap=True)
-    written = json.dumps(report, indent=2) + "\n"
-    if options.json_file == "-":
-        print(written, end="")
-    elif options.json_file is not None:
-        Path(options.json_file).write_text(written, encoding="utf-8")
+    write_report(report, options.json_file)
     return 0
 
 
@@ -99,10 +105,9 @@ def _refuse_early(options: GenerateOptions) -> None:
         raise ValueError(f"temperature={options.temperature} must not be negative")
     try:
         OasisCache(**options.settings).close()
-        if options.json_file is not None and options.json_file != "-":
-            Path(options.json_file).touch()
     except OSError as error:
         raise ValueError(str(error)) from error
+    check_report_file(options.json_file)
 
 
 def _read(options: GenerateOptions) -> str:
@@ -112,11 +117,18 @@ def _read(options: GenerateOptions) -> str:
     if options.file is not None:
         try:
             parts.insert(0, options.file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise ValueError(f"file={str(options.file)!r} cannot be read as text: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"file={str(options.file)!r} cannot be read as text: {error}. Save it as plain text in UTF-8; a PDF or a word "
+                "processor's file has to be converted first"
+            ) from error
     text = "\n\n".join(part.strip() for part in parts if part.strip())
     if not text:
-        raise ValueError("nothing to answer: give a prompt, or a file with --file")
+        raise ValueError(
+            'nothing to answer: oasis-cache generate "YOUR QUESTION", with --file YOUR_TEXT if it is about a text'
+        )
     return text
 
 
@@ -150,15 +162,16 @@ def _answer(
     if options.temperature:
         torch.manual_seed(options.seed)
         sampling = {"do_sample": True, "temperature": options.temperature}
-    streamer = None if options.json_file == "-" else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=options.new_tokens,
-        streamer=streamer,
-        **sampling,
-        **cache_argument(model, cache),
-    )
+    silent = options.json_file == STDOUT
+    with console.status("Generating") if silent else contextlib.nullcontext():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=options.new_tokens,
+            streamer=None if silent else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            **sampling,
+            **cache_argument(model, cache),
+        )
     done = time.perf_counter()
     new = output[0, tokens:]
     return {

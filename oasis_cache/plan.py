@@ -5,11 +5,9 @@ The layers themselves are asked: `model_sizes` gives each its shape, and `OasisL
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from oasis_cache.formats import make_format
 from oasis_cache.layer import OasisLayer
 from oasis_cache.model_sizes import ModelSizes, model_sizes
 from oasis_cache.packaged import PACKAGED, packaged_model_dir
+from oasis_cache.reports import STDOUT, check_report_file, write_report
 
 _LONGEST = 1 << 27  # tokens; the search for the largest context ends there
 
@@ -332,6 +331,7 @@ def run_plan(options: PlanOptions) -> int:
     dtype = getattr(torch, options.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype={options.dtype!r} must be a floating-point type of PyTorch, such as bfloat16")
+    check_report_file(options.json_file)
     plan = plan_capacity(
         _load_config(options.model),
         OasisConfig.from_options(None, options.settings),
@@ -345,14 +345,9 @@ def run_plan(options: PlanOptions) -> int:
         options.weights,
         options.hit_rate,
     )
-    if options.json_file != "-":
+    if options.json_file != STDOUT:
         print(describe(plan))
-    if options.json_file is not None:
-        written = json.dumps({"model": options.model, "settings": options.settings, **plan.as_dict()}, indent=2) + "\n"
-        if options.json_file == "-":
-            print(written, end="")
-        else:
-            Path(options.json_file).write_text(written, encoding="utf-8")
+    write_report({"model": options.model, "settings": options.settings, **plan.as_dict()}, options.json_file)
     return 1 if plan.fits is False else 0
 
 
@@ -362,4 +357,8 @@ def _load_config(model: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(model)
     except OSError as error:
-        raise ValueError(f"there is no config of a model at {model!r}: {error}") from error
+        first = str(error).splitlines()[0]
+        raise ValueError(
+            f"there is no config of a model at {model!r}: {first} Give a folder with config.json, a hub name that can be "
+            "downloaded from here or was before, or: packaged"
+        ) from error

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+
+from oasis_cache import OasisCache
+from oasis_cache.haystack import NEEDLE, QUESTION, text
+from oasis_cache.packaged import load_model
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -22,6 +29,30 @@ def run(launcher: list[str], name: str, out: Path, *arguments: str) -> tuple[str
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **here})
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(out.read_text())
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module, to run it in this process."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up what their annotations name
+    spec.loader.exec_module(module)
+    return module
+
+
+NUMBER = "7306214"
+ASKED = QUESTION.format(key="lantern").strip()
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory) -> Path:
+    """A file of 270 tokens with a number in its middle."""
+    _, tokenizer = load_model()
+    first, second = text(120, tokenizer, start=200), text(120, tokenizer, start=900)
+    path = tmp_path_factory.mktemp("examples") / "document.txt"
+    path.write_text(f"{first} {NEEDLE.format(key='lantern', number=NUMBER)} {second}", encoding="utf-8")
+    return path
 
 
 def test_tensor_parallel(tmp_path):
@@ -63,3 +94,79 @@ def test_lookahead_batch(tmp_path):
     assert report["sparse_steps"] > 0
     assert 0 < report["accepted"] <= report["drafted"]
     assert report["forwards"] < 15  # those of plain decoding
+
+
+def test_long_document_qa_reads_a_file_once(document, tmp_path, capsys):
+    main = example("long_document_qa").main
+    arguments = [str(document), ASKED, "--budget", "128", "--new-tokens", "20", "--keep", str(tmp_path / "kept")]
+    printed = []
+    for _ in range(2):
+        assert main(arguments) == 0
+        printed.append(capsys.readouterr().out)
+    read, loaded = printed
+    tokens = int(re.search(r"^Read ([0-9,]+) tokens in", read)[1].replace(",", ""))
+    assert 250 < tokens < 330
+    assert loaded.startswith(f"Loaded {tokens} tokens from {tmp_path / 'kept'}")
+    answers = [out.split("\n\n")[1] for out in printed]
+    assert NUMBER in answers[0]
+    assert answers[0] == answers[1]
+    assert "1 prefill" in read and "prefill" not in loaded
+    assert re.search(r"\d+ sparse\n", loaded)
+
+
+def test_long_document_qa_says_what_to_do_about_a_long_file(tmp_path, capsys):
+    path = tmp_path / "long.txt"
+    path.write_text("word " * 8200)
+    with pytest.raises(SystemExit) as ended:
+        example("long_document_qa").main([str(path), "What?"])
+    assert ended.value.code == 2
+    assert "more than the model's 8,192 positions: give a part of the file" in " ".join(capsys.readouterr().err.split())
+
+
+def test_chat_feeds_what_is_new(document, capsys):
+    turns = ["--say", ASKED, "--say", "Thank you."]
+    assert example("chat").main(["--file", str(document), *turns, "--budget", "128", "--new-tokens", "20"]) == 0
+    out = capsys.readouterr().out
+    (kept, fed), (kept_then, fed_then) = (
+        (int(kept), int(fed)) for kept, fed in re.findall(r"\[(\d+) tokens kept, (\d+) fed\]", out)
+    )
+    assert NUMBER in out.split("tokens kept")[1]
+    assert kept == 0 and kept_then > fed > 270
+    assert fed_then < 30
+    assert "1 prefill" in out and " sparse" in out
+
+
+def test_chat_goes_back_to_what_is_common(capsys):
+    """An earlier answer that was written otherwise: the cache holds what it would hold had it been so from the beginning."""
+    chat, (model, tokenizer) = example("chat"), load_model()
+    edited = [{"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "The Nile."}]
+    with OasisCache(model_config=model.config) as cache, OasisCache(model_config=model.config) as other:
+        first, fresh = chat.Chat(model, tokenizer, cache), chat.Chat(model, tokenizer, other)
+        assert first.say("Name a river.", 8) != "The Nile."
+        first.messages, fresh.messages = list(edited), list(edited)
+        assert first.say("Where is it?", 8) == fresh.say("Where is it?", 8)
+        assert first.held == fresh.held
+    kept = [int(kept) for kept in re.findall(r"(\d+) tokens kept", capsys.readouterr().out)]
+    assert kept[0] == kept[2] == 0 < kept[1]
+
+
+def test_shared_prefix_does_not_double_memory(capsys):
+    assert example("shared_prefix").main(["--context", "300", "--budget", "192", "--new-tokens", "22"]) == 0
+    out = capsys.readouterr().out
+    for number in ("4815162", "2718281", "1618033"):
+        assert number in out
+    alone, together, more = (float(mib) for mib in re.findall(r"([0-9.]+) MiB(?: of host memory| more)", out))
+    assert alone < together < 2 * alone  # of four caches
+    assert 3 * more == pytest.approx(together - alone, abs=0.5)
+
+
+def test_assistant_model(capsys):
+    arguments = ["--context", "300", "--budget", "128", "--new-tokens", "10", "--layers", "20"]
+    assert example("assistant_model").main(arguments) == 0
+    out = capsys.readouterr().out
+    number = re.search(r"The hidden number is (\d+)", out)[1]
+    answers = re.findall(r"^(?:alone|assisted): (.*)", out, re.MULTILINE)
+    assert len(answers) == 2 and all(number in answer for answer in answers)
+    alone, assisted = (int(count) for count in re.findall(r"in (\d+) forwards", out))
+    assert assisted < alone
+    assert "The tokens are the same." in out

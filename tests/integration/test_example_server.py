@@ -1,0 +1,206 @@
+"""examples/server.py: answers, streams, errors, and a cache that is kept between requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from oasis_cache.haystack import NEEDLE, QUESTION, text
+from oasis_cache.packaged import load_model
+from tests.integration.test_examples import example
+
+pytest.importorskip("fastapi", reason="of the `server` extra, which the `test` extra has")
+
+from starlette.testclient import TestClient
+
+from oasis_cache.monitoring import CacheCollector
+
+pytestmark = pytest.mark.slow
+NUMBER, NAME = "7306214", "small"
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server():
+    return example("server")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model()
+
+
+@pytest.fixture
+def engine(server, model):
+    return server.Engine(*model, CacheCollector(), {"budget": 128})
+
+
+@pytest.fixture
+def client(server, engine):
+    with TestClient(server.build_app(engine, NAME, new_tokens=3, queue=2)) as client:
+        yield client
+
+
+def about(document: str, key: str) -> dict:
+    content = f"{document}\n\n{QUESTION.format(key=key).strip()}"
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 20}
+
+
+def events(response) -> list:
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_answers_streams_and_reads_a_text_once(client, model):
+    """Two questions about one text, the second of them as a stream: it reads the question only, sparsely."""
+    _, tokenizer = model
+    parts = (
+        text(120, tokenizer, start=200),
+        NEEDLE.format(key="lantern", number=NUMBER),
+        text(120, tokenizer, start=900),
+    )
+    response = client.post(PATH, json={**about(" ".join(parts), "lantern"), "model": NAME})
+    assert response.status_code == 200
+    body = response.json()
+    (choice,) = body["choices"]
+    assert (body["object"], body["model"], choice["message"]["role"]) == ("chat.completion", NAME, "assistant")
+    assert NUMBER in choice["message"]["content"]
+    usage, cache = body["usage"], body["oasis_cache"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cache["tokens"]["prefill"] == usage["prompt_tokens"]
+    assert cache["tokens"]["sparse"] == usage["completion_tokens"] - 1
+    assert 0 < cache["hit_rate"] <= 1 and cache["bytes_fetched"] > 0
+
+    again = about(" ".join(parts), "violin") | {"stream": True, "stream_options": {"include_usage": True}}
+    response = client.post(PATH, json=again)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    first, *middle, last, counted = events(response)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(event["choices"][0]["delta"]["content"] for event in middle)
+    assert last["choices"][0]["finish_reason"] in ("stop", "length")
+    assert last["oasis_cache"]["tokens"]["prefill"] == 0
+    prompt, cached = counted["usage"]["prompt_tokens"], counted["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 250 < cached < prompt < cached + 30
+    fed = last["oasis_cache"]["tokens"]["sparse"] + last["oasis_cache"]["tokens"]["streamed"]
+    assert fed == prompt - cached + counted["usage"]["completion_tokens"] - 1
+
+    counters = client.get("/metrics").text
+    assert 'oasis_cache_requests_total{outcome="done"} 2.0' in counters
+    assert "oasis_cache_running 0.0" in counters
+
+
+def test_a_stream_is_the_same_text_and_stop_strings_end_it(client):
+    question = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Name a river."}]}],
+        "max_tokens": 14,
+    }
+    whole = client.post(PATH, json=question).json()["choices"][0]
+    assert whole["finish_reason"] == "length"
+    streamed = events(client.post(PATH, json={**question, "stream": True}))
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in streamed) == whole["message"]["content"]
+    stop = whole["message"]["content"].split()[3]
+    for stops in (stop, ["never", stop + " " + whole["message"]["content"].split()[4]]):
+        ended = client.post(PATH, json={**question, "stop": stops}).json()["choices"][0]
+        assert ended["finish_reason"] == "stop"
+        assert ended["message"]["content"] == whole["message"]["content"].split(stop)[0]
+
+
+def test_samples_by_a_seed(client):
+    question = {"messages": [{"role": "user", "content": "Name a river."}], "temperature": 1.5, "max_tokens": 6}
+    texts = [
+        client.post(PATH, json={**question, "seed": seed}).json()["choices"][0]["message"]["content"]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_an_answer_has_a_limit_if_the_request_has_none(client):
+    body = client.post(PATH, json={"messages": [{"role": "user", "content": "Name a river."}]}).json()
+    assert body["usage"]["completion_tokens"] == 3
+
+
+SAID = [{"role": "user", "content": "Hello."}]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message", "code"),
+    [
+        (400, {"messages": SAID, "tools": []}, "tools: this server does not know it", "unsupported"),
+        (400, {"messages": []}, "messages: List should have at least 1 item", None),
+        (400, {"messages": SAID, "temperature": 3}, "temperature: Input should be less", None),
+        (
+            400,
+            {"messages": SAID, "max_tokens": 9000},
+            "maximum context length is 8192 tokens",
+            "context_length_exceeded",
+        ),
+        (400, {"messages": [{"role": "user", "content": "a " * 8200}]}, "maximum context", "context_length_exceeded"),
+        (
+            404,
+            {"messages": SAID, "model": "other"},
+            "'other' does not exist; this server has 'small'",
+            "model_not_found",
+        ),
+        (400, None, "must be a JSON object, sent with Content-Type: application/json", None),
+    ],
+)
+def test_refuses_as_clients_expect_it(client, status, body, message, code):
+    response = client.post(PATH, content=b"{") if body is None else client.post(PATH, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert message in error["message"]
+
+
+def test_refuses_other_paths_as_json(client):
+    assert client.get("/v2").json()["error"]["message"] == "GET /v2: Not Found"
+    assert client.get(PATH).status_code == 405
+    assert [entry["id"] for entry in client.get("/v1/models").json()["data"]] == [NAME]
+
+
+def test_refuses_what_the_queue_does_not_take(client, engine):
+    engine.jobs.update({1, 2})
+    response = client.post(PATH, json={"messages": SAID})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+    assert client.get("/health").json() == {"status": "ok", "requests": 2}
+    engine.jobs.clear()
+
+
+def test_memory_that_does_not_suffice_is_an_error_of_one_request(server, model):
+    engine = server.Engine(*model, CacheCollector(), {"budget": 128, "max_host_bytes": 1 << 20})
+    with TestClient(server.build_app(engine, NAME, new_tokens=3)) as client:
+        response = client.post(PATH, json={"messages": [{"role": "user", "content": "word " * 200}]})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["type"]) == (507, "insufficient_memory", "server_error")
+        assert "max_host_bytes=1,048,576" in error["message"]
+        assert client.post(PATH, json={"messages": SAID}).status_code == 200
+
+
+def test_a_client_that_goes_away_ends_its_generation(server, engine):
+    request = server.ChatRequest(messages=SAID)
+    ids = engine.encode(request.messages)
+
+    async def leave() -> None:
+        pieces = engine.answer(request, ids, 5000)
+        assert isinstance(await anext(pieces), str)
+        await pieces.aclose()
+
+    async def stay() -> list:
+        return [piece async for piece in engine.answer(request, ids, 4)]
+
+    try:
+        asyncio.run(leave())
+        began = time.monotonic()
+        while engine.jobs:
+            assert time.monotonic() - began < 60
+            time.sleep(0.05)
+        *texts, outcome = asyncio.run(stay())
+        assert "".join(texts)
+        assert (outcome.new_tokens, outcome.cached_tokens) == (4, len(ids) - 1)
+    finally:
+        engine.close()
