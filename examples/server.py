@@ -136,8 +136,12 @@ class Job:
     request: ChatRequest
     ids: list[int]
     new_tokens: int
-    send: Callable[[str | Outcome | Exception], None]
+    deliver: Callable[[str | Outcome | Exception], None]
     cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def send(self, item: str | Outcome | Exception) -> None:
+        if not self.cancelled.is_set():  # else nobody waits for it, and its event loop may have ended
+            self.deliver(item)
 
 
 class TextSender(TextStreamer):
