@@ -342,6 +342,10 @@ def build_app(engine: Engine, name: str, new_tokens: int = 512, queue: int = 16)
         message = f"{request.method} {request.url.path}: {error.detail}"
         return await refuse(request, ApiError(error.status_code, message))
 
+    @app.exception_handler(Exception)
+    async def fail(request: Request, error: Exception) -> JSONResponse:
+        return await refuse(request, ApiError(500, f"{type(error).__name__}: {error}"))
+
     @app.get("/health")
     async def health() -> dict[str, Any]:
         return {"status": "ok", "requests": len(engine.jobs)}
@@ -375,17 +379,17 @@ def build_app(engine: Engine, name: str, new_tokens: int = 512, queue: int = 16)
         if len(engine.jobs) >= queue:
             raise ApiError(503, f"{queue} requests wait already: try again later", "overloaded")
         pieces = engine.answer(request, ids, min(wanted or new_tokens, room))
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         try:
-            first = await next_of(pieces, connection)  # errors of the prefill get a status of their own
+            first = await next_of(pieces, connection)  # so that what the prefill raises has a status of its own
+            if not request.stream:
+                return JSONResponse(await whole(head, first, pieces, connection))
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise ApiError(
                 507, f"memory does not suffice for {len(ids)} tokens: {error}", "insufficient_memory"
             ) from error
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
-        if request.stream:
-            include_usage = request.stream_options is not None and request.stream_options.include_usage
-            return StreamingResponse(events(head, first, pieces, include_usage), media_type="text/event-stream")
-        return JSONResponse(await whole(head, first, pieces, connection))
+        include_usage = request.stream_options is not None and request.stream_options.include_usage
+        return StreamingResponse(events(head, first, pieces, include_usage), media_type="text/event-stream")
 
     return app
 

@@ -180,6 +180,21 @@ def test_memory_that_does_not_suffice_is_an_error_of_one_request(server, model):
         assert client.post(PATH, json={"messages": SAID}).status_code == 200
 
 
+def test_a_failure_is_an_error_of_one_request(server, engine, monkeypatch):
+    app = server.build_app(engine, NAME, new_tokens=3)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model, "generate", lambda *_, **__: 1 / 0)
+            response = client.post(PATH, json={"messages": SAID})
+            streamed = client.post(PATH, json={"messages": SAID, "stream": True})
+        for failed in (response, streamed):
+            error = failed.json()["error"]
+            assert (failed.status_code, error["type"]) == (500, "server_error")
+            assert error["message"] == "ZeroDivisionError: division by zero"
+        assert client.post(PATH, json={"messages": SAID}).status_code == 200
+        assert 'oasis_cache_requests_total{outcome="error"} 2.0' in client.get("/metrics").text
+
+
 def test_a_client_that_goes_away_ends_its_generation(server, engine):
     request = server.ChatRequest(messages=SAID)
     ids = engine.encode(request.messages)
