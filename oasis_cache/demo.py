@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from oasis_cache.cache import OasisCache, cache_argument
 from oasis_cache.config import OasisConfig
 from oasis_cache.haystack import TEXT_NAME, HiddenNumber, hide_number
-from oasis_cache.packaged import MODEL_NAME, PACKAGED, load_model
+from oasis_cache.packaged import MODEL_NAME, PACKAGED, load_model, why_not_found
 from oasis_cache.reports import STDOUT, check_report_file, write_report
 
 _LEAST_BUDGET = (OasisConfig.sink_blocks + OasisConfig.recent_blocks + 1) * OasisConfig.block_size
@@ -347,10 +347,9 @@ def _now(model: PreTrainedModel) -> float:
 
 def cannot_load(model: str, error: OSError) -> ValueError:
     """What to raise when transformers finds no model of that name."""
-    first = str(error).splitlines()[0]
     return ValueError(
-        f"model={model!r} cannot be loaded: {first} Give a folder with config.json, weights and a tokenizer, or a hub name that "
-        "can be downloaded from here or was before"
+        f"model={model!r} cannot be loaded: {why_not_found(model, error)} Give a folder with config.json, weights and a tokenizer, "
+        "or a hub name that can be downloaded from here or was before"
     )
 
 

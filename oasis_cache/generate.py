@@ -135,10 +135,10 @@ def _read(options: GenerateOptions) -> str:
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase, options: GenerateOptions) -> torch.Tensor:
     """Token ids, int64 [1, tokens], in the model's chat format if it has one."""
     if options.raw or not tokenizer.chat_template:
-        return tokenizer(text, return_tensors="pt")["input_ids"]
+        return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     messages = [{"role": "user", "content": text}]
     chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return tokenizer(chat, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
 
 
 def _answer(

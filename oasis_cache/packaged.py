@@ -82,6 +82,13 @@ def load_model(
     return model.to(device).eval(), tokenizer
 
 
+def why_not_found(path_or_id: str, error: OSError) -> str:
+    """What transformers' error says about a model that it did not find, in one sentence."""
+    if path_or_id.startswith((".", "/", "~")) and not Path(path_or_id).is_dir():
+        return "there is no such folder."  # transformers took it for the name of a repository, and says what such names look like
+    return str(error).splitlines()[0]
+
+
 def packaged_model_dir() -> Path:
     """Folder of the packaged model as safetensors with its tokenizer; the first call converts it (a few seconds).
 

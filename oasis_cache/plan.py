@@ -19,7 +19,7 @@ from oasis_cache.config import OasisConfig
 from oasis_cache.formats import make_format
 from oasis_cache.layer import OasisLayer
 from oasis_cache.model_sizes import ModelSizes, model_sizes
-from oasis_cache.packaged import PACKAGED, packaged_model_dir
+from oasis_cache.packaged import PACKAGED, packaged_model_dir, why_not_found
 from oasis_cache.reports import STDOUT, check_report_file, write_report
 
 _LONGEST = 1 << 27  # tokens; the search for the largest context ends there
@@ -357,8 +357,7 @@ def _load_config(model: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(model)
     except OSError as error:
-        first = str(error).splitlines()[0]
         raise ValueError(
-            f"there is no config of a model at {model!r}: {first} Give a folder with config.json, a hub name that can be "
-            "downloaded from here or was before, or: packaged"
+            f"there is no config of a model at {model!r}: {why_not_found(model, error)} Give a folder with config.json, a "
+            "hub name that can be downloaded from here or was before, or: packaged"
         ) from error
