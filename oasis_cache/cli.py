@@ -79,18 +79,18 @@ examples:
 exit status: 0 if all works, 1 if something does not, 2 if an option is wrong.
 """
 BENCH_HELP = """\
-Measures how long a decode step takes on this machine's CPU behind contexts of several lengths: with OasisCache, DynamicCache and
-StaticCache of transformers, in turns. Shows the median step of each and how many times as fast as DynamicCache it is.
+Measures on this machine's CPU how long a decode step takes behind contexts of several lengths, with OasisCache and other caches in
+turns, and shows the medians and ratios. There are cases for batches, whole generations and prefill too.
 
 Needs a clone of the repository, whose folder eval/ holds the measurements; docs/performance.md has recorded ones. For an
 NVIDIA GPU: make gpu-check, in the clone.
 """
 BENCH_EXAMPLES = """\
 examples:
-  oasis-cache bench                                          1,024, 4,096 and 8,192 tokens
-  oasis-cache bench --list                                   the names of all cases
-  oasis-cache bench --cases step-32768-float32 --rounds 21   needs 6 GiB of memory
-  oasis-cache bench --cases all --json bench.json
+  oasis-cache bench                                          a step behind 1,024, 4,096 and 8,192 tokens
+  oasis-cache bench --list                                   all cases
+  oasis-cache bench --cases step-32768-float32 --rounds 21   one of them, more often
+  oasis-cache bench --cases step,batch --json bench.json     all whose names begin so
 
 exit status: 0; 1 if no case fits the memory; 2 if an option is wrong, or this is no clone of the repository.
 """
@@ -367,18 +367,16 @@ def _run_plan(parsed: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add_command(commands, "bench", "measure decode steps on this machine's CPU (in a clone)", _run_bench)
+    parser = _add_command(commands, "bench", "measure speed on this machine's CPU (in a clone)", _run_bench)
     parser.description, parser.epilog = BENCH_HELP, BENCH_EXAMPLES
     parser.add_argument(
-        "--cases", metavar="NAME,NAME", help="all, or some of what --list names (default: up to 8,192 tokens)"
+        "--cases", metavar="NAME,NAME", help="all, or names (or beginnings) out of --list (default: up to 8,192 tokens)"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=9, metavar="N", help="measured steps of each cache (default: %(default)s)"
-    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each cache (default: as --list says)")
     parser.add_argument(
         "--model", default="packaged", metavar="PATH_OR_ID", help="folder or hub name of a causal language model"
     )
-    parser.add_argument("--list", action="store_true", help="print the names of all cases, and measure nothing")
+    parser.add_argument("--list", action="store_true", help="print all cases, and measure nothing")
     _add_json(parser)
 
 
