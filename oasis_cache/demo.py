@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -115,7 +115,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
         try:
             model, tokenizer = load_model(options.model, dtype, device)
         except OSError as error:
-            raise cannot_load(options.model, error) from error
+            refuse_model(options.model, error)
         _check_context(model, options)
         task = hide_number(tokenizer, options.context, options.depth, options.seed)
     environment = describe_environment(model, options.model)
@@ -345,12 +345,12 @@ def _now(model: PreTrainedModel) -> float:
     return time.perf_counter()
 
 
-def cannot_load(model: str, error: OSError) -> ValueError:
-    """What to raise when transformers finds no model of that name."""
-    return ValueError(
+def refuse_model(model: str, error: OSError) -> NoReturn:
+    """Raise `ValueError` with what to do when transformers found no model of that name."""
+    raise ValueError(
         f"model={model!r} cannot be loaded: {why_not_found(model, error)} Give a folder with config.json, weights and a tokenizer, "
         "or a hub name that can be downloaded from here or was before"
-    )
+    ) from error
 
 
 def _model_name(model: str) -> str:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from oasis_cache.cache import OasisCache, cache_argument
-from oasis_cache.demo import cannot_load, pick_device, pick_dtype, prefill
+from oasis_cache.demo import pick_device, pick_dtype, prefill, refuse_model
 from oasis_cache.packaged import PACKAGED, load_model
 from oasis_cache.reports import STDOUT, check_report_file, write_report
 
@@ -71,7 +71,7 @@ def run_generate(options: GenerateOptions) -> int:
         try:
             model, tokenizer = load_model(options.model, dtype, device)
         except OSError as error:
-            raise cannot_load(options.model, error) from error
+            refuse_model(options.model, error)
     ids = _encode(text, tokenizer, options).to(device)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and ids.shape[1] + options.new_tokens > limit:

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from oasis_cache.demo import cannot_load
+from oasis_cache.demo import refuse_model
 from oasis_cache.reports import STDOUT, check_report_file, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +115,7 @@ def run_bench(options: BenchOptions) -> int:
         try:
             status: int = bench.main(arguments)
         except OSError as error:
-            raise cannot_load(options.model, error) from error
+            refuse_model(options.model, error)
         rows = [] if not ledger.exists() else list(csv.DictReader(ledger.read_text(encoding="utf-8").splitlines()))
     if status == 0:
         words = tool("eval.bench.gpu.ledger").ENVIRONMENT
