@@ -205,6 +205,27 @@ def tiers_block() -> str:
     )
 
 
+def two_levels_block() -> str:
+    """What stands between the markers in docs/performance.md."""
+    report = json.loads((RESULTS / "two_levels.json").read_text())
+    what = {"text": "natural text", "number": "a hidden number"}
+    lines = [
+        "| attention mass of | budget | blocks ranked, besides the newest | kept, of what a full ranking keeps | in the layer that "
+        "loses most |",
+        "|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        lines.append(
+            f"| {what[row['what']]} | {row['budget']} | {row['candidates']} of {row['blocks']} | {row['mean']:.1%} | "
+            f"{row['worst_layer']:.1%} |"
+        )
+    return (
+        "\n".join(lines)
+        + f"\n\n{report['length']:,} tokens; each hidden number is at another depth of the part that is clustered. "
+        + f"{describe(report['environment'])}. Made by\n`python -m eval.quality.two_levels` and `python -m eval.report`."
+    )
+
+
 def filled(text: str, name: str, block: str) -> str:
     """A page with another block between the markers of that name."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -223,6 +244,8 @@ def pages() -> dict[Path, str]:
     new[handoff] = filled(handoff.read_text(), "handoff", handoff_block())
     tiers = ROOT / "docs" / "tiers.md"
     new[tiers] = filled(tiers.read_text(), "tiers", tiers_block())
+    performance = ROOT / "docs" / "performance.md"
+    new[performance] = filled(performance.read_text(), "two-levels", two_levels_block())
     run = accuracy.Run(accuracy.COMMITTED)
     new[readme] = filled(new[readme], "accuracy", accuracy.readme_block(run))
     new[scores] = filled(scores.read_text(), "needles", needle_block())
