@@ -24,7 +24,7 @@ from eval.bench.generation import measure_generation, measure_prefill, prompt
 from eval.bench.gpu.ledger import LEDGER, append, environment
 from eval.bench.gpu.measure import Row
 from eval.bench.measuring import bandwidths, measure
-from eval.bench.providers import providers
+from eval.bench.providers import QUANTO, compile_quanto, providers
 from oasis_cache.packaged import load_model
 
 
@@ -54,6 +54,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
             ratio = "" if row.ratio is None else f"{row.ratio:6.2f}x {row.baseline}"
             say(f"{row.case:<26} {row.quantity:<18} {row.provider:<28} {row.p50_ms:10.1f} ms {ratio}  {row.note}")
 
+    if any(provider.name == QUANTO for provider in wanted):
+        compile_quanto()
     ceilings = bandwidths()
     keep(ceilings)
     read_rate = next(row.gb_per_s * 1e9 for row in ceilings if row.case == "read" and row.gb_per_s)
@@ -67,10 +69,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if not in_process:
             continue
         model, tokenizer = load_model(options.model, DTYPES[dtype])
-        source = Source.of_text(model, tokenizer)
+        steps = any(case.kind != "generate" for case in in_process)
+        source = Source.of_text(model, tokenizer) if steps else None
         for case in in_process:
             rounds = options.rounds or case.rounds
-            if case.kind == "generate":
+            if source is None or case.kind == "generate":
                 ids = prompt(tokenizer, options.prompt_tokens or case.context)
                 keep(measure_generation(model, ids, case, rounds, options.new_tokens, say))
             else:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.cache_utils import QuantoQuantizedLayer
 
 from eval.bench.quest import ATTENTION, QuestCache
 from oasis_cache import OasisCache
@@ -57,12 +60,28 @@ def providers(names: tuple[str, ...] | None = None) -> list[Provider]:
         ),
         Provider(FP8, lambda model, *_: QuantizedCache("fp8", model.config), host_share=0.8, whole=True),
     ]
-    if importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"):
+    if quanto_is_ready():
         quanto = Provider(
             QUANTO, lambda model, *_: QuantizedCache("quanto", model.config, nbits=4), host_share=0.8, whole=True
         )
         everyone.append(quanto)
     return [provider for provider in everyone if names is None or provider.name in names]
+
+
+def quanto_is_ready() -> bool:
+    """Whether optimum-quanto is installed and no process holds, or left behind, the lock under which it compiles its extension.
+
+    It would wait for that lock without end.
+    """
+    spec = importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto")
+    return bool(spec) and not any(Path(spec.origin).parent.glob("library/extensions/cpp/build/lock"))
+
+
+def compile_quanto() -> None:
+    """Let optimum-quanto compile its extension before anything is timed: a minute or more, once."""
+    layer, keys = QuantoQuantizedLayer(nbits=4), torch.randn(1, 1, 128, 64)
+    for _ in range(2):
+        layer.update(keys, keys)
 
 
 def device_bytes(cache: Cache) -> tuple[int, int | None]:

@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 from eval.bench import __main__ as command
 from eval.bench import generation, measuring, reporting
+from eval.bench import providers as peers
 from eval.bench.cases import CASES, Case, chosen
 from eval.bench.filling import SPARE_TOKENS, Source
 from eval.bench.gpu.ledger import COLUMNS, LEDGER, append
@@ -242,6 +243,19 @@ def test_the_token_of_a_chunked_prefill_is_that_of_one_at_once(model):
     for chunk in (64, 199, 200):
         for cache in (DynamicCache(config=model.config), OasisCache(model_config=model.config, budget=96)):
             assert first_token(model, ids, cache, chunk) == expected
+
+
+def test_quanto_is_left_out_while_it_is_being_compiled(tmp_path, monkeypatch):
+    build = tmp_path / "library" / "extensions" / "cpp" / "build"
+    build.mkdir(parents=True)
+    found = {"optimum": SimpleNamespace(), "optimum.quanto": SimpleNamespace(origin=str(tmp_path / "__init__.py"))}
+    monkeypatch.setattr(peers.importlib.util, "find_spec", found.get)
+    assert peers.QUANTO in {provider.name for provider in providers()}
+    (build / "lock").touch()
+    assert peers.QUANTO not in {provider.name for provider in providers()}
+    (build / "lock").unlink()
+    del found["optimum.quanto"]
+    assert peers.QUANTO not in {provider.name for provider in providers()}
 
 
 # --- Rows, tables, plots ----------------------------------------------------------------------------------------------
