@@ -42,12 +42,12 @@ class Provider:
 def providers(names: tuple[str, ...] | None = None) -> list[Provider]:
     """Those of the names, or all that can run here. OasisCache comes first, and so is the last to be left out."""
     everyone = [
-        # Slabs of the host tier come in powers of two, and the index beside them.
-        Provider(OASIS, lambda model, _, budget: OasisCache(model_config=model.config, budget=budget), host_share=2.3),
+        # 1.4 resident at 131,072 tokens: slabs of the host tier, the index, and what it grew from.
+        Provider(OASIS, lambda model, _, budget: OasisCache(model_config=model.config, budget=budget), host_share=1.6),
         Provider(
             TWO_LEVELS,
             lambda model, _, budget: OasisCache(model_config=model.config, budget=budget, candidates=CANDIDATES),
-            host_share=2.3,
+            host_share=1.6,
         ),
         # One layer at a time is copied, and repeated for the query heads where attention asks for that.
         Provider(DYNAMIC, lambda model, *_: DynamicCache(config=model.config), host_share=1.3, whole=True),
@@ -58,11 +58,11 @@ def providers(names: tuple[str, ...] | None = None) -> list[Provider]:
             host_share=1.3,
             attention=ATTENTION,
         ),
-        Provider(FP8, lambda model, *_: QuantizedCache("fp8", model.config), host_share=0.8, whole=True),
+        Provider(FP8, lambda model, *_: QuantizedCache("fp8", model.config), host_share=0.5, whole=True),
     ]
     if quanto_is_ready():
         quanto = Provider(
-            QUANTO, lambda model, *_: QuantizedCache("quanto", model.config, nbits=4), host_share=0.8, whole=True
+            QUANTO, lambda model, *_: QuantizedCache("quanto", model.config, nbits=4), host_share=0.4, whole=True
         )
         everyone.append(quanto)
     return [provider for provider in everyone if names is None or provider.name in names]
