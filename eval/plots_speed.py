@@ -16,11 +16,12 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from eval.bench import reporting
-from eval.bench.providers import DYNAMIC, FP8, OASIS, QUANTO, QUEST, STATIC
+from eval.bench.providers import DYNAMIC, FP8, OASIS, QUANTO, QUEST, STATIC, TWO_LEVELS
 
 # Okabe and Ito's colours, told apart by people with any colour vision, and a marker each; a cache keeps its own in all plots.
 STYLES = {
     OASIS: ("#0072B2", "o"),
+    TWO_LEVELS: ("#56B4E9", "P"),
     DYNAMIC: ("#D55E00", "s"),
     STATIC: ("#009E73", "^"),
     QUEST: ("#CC79A7", "D"),
