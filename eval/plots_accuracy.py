@@ -27,6 +27,7 @@ STYLES = {
     "oasis": ("#0072B2", "o"),
     "oasis-minmax": ("#56B4E9", "s"),
     "oasis-skip": ("#009E73", "^"),
+    "oasis-skip-25": ("#F0E442", "<"),
     "quest": ("#D55E00", "D"),
     "streaming": ("#CC79A7", "v"),
     "kvpress-snapkv": ("#E69F00", "P"),

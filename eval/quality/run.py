@@ -31,7 +31,7 @@ from eval.quality.tasks import FAMILIES
 from oasis_cache.demo import describe_environment, pick_device, pick_dtype
 from oasis_cache.packaged import PACKAGED, load_model
 
-DEFAULT_METHODS = "oasis,oasis-minmax,oasis-skip,quest,streaming,oracle"
+DEFAULT_METHODS = "oasis,oasis-minmax,oasis-skip,oasis-skip-25,quest,streaming,oracle"
 
 
 class Results:

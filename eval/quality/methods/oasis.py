@@ -33,10 +33,17 @@ OASIS = (
     Oasis("oasis-minmax", "OasisCache, `minmax`", "with the paper's index, bounds of the keys", index="minmax"),
     Oasis(
         "oasis-skip",
-        'OasisCache, `on_miss="skip"`',
+        'OasisCache, `on_miss="skip"`, cap 5 %',
         "the paper's behaviour: reads what is there, exchanges at most 5 % of the budget for the next step",
         on_miss="skip",
         max_fetch=0.05,
+    ),
+    Oasis(
+        "oasis-skip-25",
+        'OasisCache, `on_miss="skip"`, cap 25 %',
+        "the same with at most 25 % of the budget exchanged",
+        on_miss="skip",
+        max_fetch=0.25,
     ),
     Oasis(
         "oasis-lookahead",
