@@ -109,14 +109,22 @@ def target_text(run: Run) -> str:
         lines.append(
             f"- {row['length']:,} tokens: {met}. {_points(row['loss'], row['loss_low'], row['loss_high'])} points on average over "
             f"{row['tasks']} tasks and ways of asking, {row['samples']} samples; above {TARGET_TASK:g} points: "
-            f"{', '.join(worse) or 'none'}."
+            f"{', '.join(worse) or 'none'}. {_counted(_of_length(run, 'oasis', row['length']))}"
         )
     return "\n".join(sorted(lines))
 
 
+def _counted(pairs: metrics.Pairs) -> str:
+    low, high = pairs.lost_interval
+    return (
+        f"Answer by answer: of {pairs.dense_right} that the dense cache gets right {pairs.lost} are lost ({low:.1%} to {high:.1%}), of "
+        f"{pairs.answers - pairs.dense_right} that it gets wrong {pairs.gained} come out right (p = {_p(pairs.p_value)})."
+    )
+
+
 def kept_table(run: Run) -> str:
     """Answers that the dense cache gets right: how many of them each method gets right, by length and way of asking."""
-    counts = metrics.kept(run.predictions, HEADLINE)
+    counts = metrics.pairs(run.predictions, HEADLINE)
     columns = sorted({(length, way) for _, length, way in counts})
     lines = [
         "| method | " + " | ".join(f"{length:,}, {WAYS[way]}" for length, way in columns) + " |",
@@ -127,10 +135,37 @@ def kept_table(run: Run) -> str:
         if any(cells):
             lines.append(
                 f"| {title(method)} | "
-                + " | ".join("" if cell is None else f"{cell[0]}/{cell[1]}" for cell in cells)
+                + " | ".join("" if cell is None else f"{cell.both}/{cell.dense_right}" for cell in cells)
                 + " |"
             )
     return "\n".join(lines)
+
+
+def _of_length(run: Run, method: str, length: int) -> metrics.Pairs:
+    counts = metrics.pairs(run.predictions, HEADLINE)
+    return sum((pairs for cell, pairs in counts.items() if cell[:2] == (method, length)), metrics.Pairs())
+
+
+def paired_table(run: Run) -> str:
+    """Answers that only the dense cache, and that only the method gets right, at the lengths of the target."""
+    lines = [
+        "| method | tokens | answers | right with the dense cache | lost | share lost, 95 % interval | gained | p |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for length in TARGET_LENGTHS:
+        for method in run.methods:
+            pairs = _of_length(run, method, length)
+            if pairs.answers:
+                low, high = pairs.lost_interval
+                lines.append(
+                    f"| {title(method)} | {length:,} | {pairs.answers} | {pairs.dense_right} | {pairs.lost} | {low:.0%} to {high:.0%} | "
+                    f"{pairs.gained} | {_p(pairs.p_value)} |"
+                )
+    return "\n".join(lines)
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.2g}"
 
 
 def task_table(run: Run) -> str:
@@ -206,6 +241,7 @@ def blocks(run: Run) -> dict[str, str]:
     return {
         "target": target_text(run),
         "average": average_table(run),
+        "paired": paired_table(run),
         "kept": kept_table(run),
         "tasks": task_table(run),
         "prose": prose_table(run),

@@ -6,6 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from eval.quality.runner import DENSE_RIGHT, Prediction
@@ -32,22 +33,64 @@ def dense_score(predictions: Iterable[Prediction], task: str, length: int) -> fl
     return sum(scores) / len(scores) if scores else 0.0
 
 
-def kept(predictions: Sequence[Prediction], share: float) -> dict[tuple[str, int, str], tuple[int, int]]:
-    """Answers of a method that are right where the dense cache's is, and how many those are; by method, length and way.
+@dataclass(frozen=True)
+class Pairs:
+    """Answers of a method beside the dense cache's to the same questions.
 
-    Turns are counted one by one, in tasks that the dense cache fails on the whole, too.
+    Attributes:
+        both: Right with both.
+        lost: Right with the dense cache only.
+        gained: Right with the method only.
+        answers: All, those that neither gets right included.
     """
+
+    both: int = 0
+    lost: int = 0
+    gained: int = 0
+    answers: int = 0
+
+    @property
+    def dense_right(self) -> int:
+        return self.both + self.lost
+
+    @property
+    def p_value(self) -> float:
+        """Exact McNemar test, two-sided: how often chance alone parts the differing answers at least as unevenly."""
+        differing = self.lost + self.gained
+        tail = sum(math.comb(differing, count) for count in range(min(self.lost, self.gained) + 1))
+        return min(1.0, 2 * tail / 2**differing)
+
+    @property
+    def lost_interval(self) -> tuple[float, float]:
+        """95 % interval of the share of the dense cache's right answers that is lost (Wilson's score interval); (0, 1) for none."""
+        return wilson(self.lost, self.dense_right)
+
+    def __add__(self, other: Pairs) -> Pairs:
+        return Pairs(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+
+def wilson(count: int, of: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a share, which has a width where none or all of few are counted; (0, 1) of none."""
+    if of == 0:
+        return 0.0, 1.0
+    share, scale = count / of, 1 + z * z / of
+    middle = (share + z * z / (2 * of)) / scale
+    half = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of)) / scale
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def pairs(predictions: Sequence[Prediction], share: float) -> dict[tuple[str, int, str], Pairs]:
+    """Answers by method, length and way, each turn for itself, of all tasks that were given to the method."""
     dense = {_sample(prediction): prediction for prediction in predictions if prediction.method == "dense"}
-    counts: dict[tuple[str, int, str], tuple[int, int]] = {}
+    counts: dict[tuple[str, int, str], Pairs] = defaultdict(Pairs)
     for prediction in predictions:
         if prediction.share != share or prediction.task == PROSE:
             continue
-        ours = zip(prediction.scores, dense[_sample(prediction)].scores, strict=True)
-        both = [score for score, right in ours if right == 1]
-        cell = prediction.method, prediction.length, prediction.way
-        right, asked = counts.get(cell, (0, 0))
-        counts[cell] = right + sum(score == 1 for score in both), asked + len(both)
-    return counts
+        for ours, its in zip(prediction.scores, dense[_sample(prediction)].scores, strict=True):
+            mine, right = ours == 1, its == 1
+            cell = prediction.method, prediction.length, prediction.way
+            counts[cell] += Pairs(mine and right, right and not mine, mine and not right, 1)
+    return dict(counts)
 
 
 def interval(cells: Sequence[Losses], seed: int = 0) -> tuple[float, float]:

@@ -42,6 +42,8 @@ def test_the_target_is_met_or_missed(tmp_path, lost, said):
     text = accuracy.target_text(run)
     assert said in text
     assert ("hard 50.0 (question read exactly, 2 samples)" in text) == ("missed" in said)
+    assert f"of 4 that the dense cache gets right {lost.count(0)} are lost" in text
+    assert f"| OasisCache | 4,096 | 4 | 4 | {lost.count(0)} |" in accuracy.paired_table(run)
 
 
 def test_methods_that_ran_only_some_tasks_have_scores_and_no_average(tmp_path):

@@ -49,7 +49,7 @@ def test_losses_are_paired_and_failed_tasks_left_out():
     averages = {(row["length"], row["method"]): row for row in summary["averages"]}
     assert averages[4096, "oasis"]["tasks"] == 1 and averages[4096, "oasis"]["samples"] == 4
     assert averages[None, "oasis"]["loss"] == 0.0 and averages[4096, "dense"]["loss"] == 0.0
-    assert metrics.kept(predictions, 0.125) == {("oasis", 4096, "answer"): (3, 4)}
+    assert metrics.pairs(predictions, 0.125) == {("oasis", 4096, "answer"): metrics.Pairs(3, 1, 3, 7)}
 
 
 def test_tasks_count_once_however_many_samples_they_have():
@@ -68,6 +68,40 @@ def test_intervals_draw_contexts_and_not_samples():
     assert one == many
     assert one[0] <= 25 and one[1] >= 75
     assert metrics.interval([{"a": [7.0, 7.0]}, {"b": [3.0]}]) == (5.0, 5.0)
+
+
+def test_answers_are_paired_turn_by_turn():
+    predictions = [
+        prediction("turns", "0", "dense", [1, 0, 1, 0, 0.5]),
+        prediction("turns", "0", "oasis", [1, 1, 0, 0, 1]),
+        prediction("turns", "0", "oasis", [0, 0, 0, 0, 0], share=0.25),
+        prediction("prose", "0", "dense", [-1.0]),
+        prediction("prose", "0", "oasis", [-1.0]),
+        prediction("turns", "1", "dense", [1], length=8192, way="question"),
+        prediction("turns", "1", "oasis", [1], length=8192, way="question"),
+    ]
+    pairs = metrics.pairs(predictions, 0.125)
+    assert pairs == {
+        ("oasis", 4096, "answer"): metrics.Pairs(both=1, lost=1, gained=2, answers=5),
+        ("oasis", 8192, "question"): metrics.Pairs(both=1, answers=1),
+    }
+    assert sum(pairs.values(), metrics.Pairs()) == metrics.Pairs(2, 1, 2, 6)
+
+
+def test_the_test_of_pairs_is_exact_and_two_sided():
+    stats = pytest.importorskip("scipy.stats")
+    for lost, gained in [(0, 0), (1, 0), (5, 0), (2, 7), (9, 1), (4, 4)]:
+        expected = stats.binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
+        assert metrics.Pairs(10, lost, gained, 30).p_value == pytest.approx(expected)
+        assert metrics.Pairs(10, gained, lost, 30).p_value == pytest.approx(expected)
+
+
+def test_a_share_of_few_is_unsure_even_where_none_is_lost():
+    stats = pytest.importorskip("scipy.stats")
+    for lost, both in [(0, 10), (1, 60), (3, 0)]:
+        expected = stats.binomtest(lost, lost + both).proportion_ci(0.95, method="wilson")
+        assert metrics.Pairs(both, lost).lost_interval == pytest.approx((expected.low, expected.high), abs=1e-6)
+    assert metrics.Pairs(answers=4).lost_interval == (0.0, 1.0)
 
 
 def test_perplexity_is_a_ratio_and_in_no_average():
