@@ -68,13 +68,18 @@ def _points(loss: float, low: float, high: float) -> str:
     return f"{loss:.1f} ({low:.1f} to {high:.1f})"
 
 
-def average_table(run: Run) -> str:
-    """Mean loss by method and length at the headline budget, with interval, samples and the worst task.
-
-    A mean over other tasks than the rest is no comparison: methods that ran only some of them are left out.
-    """
+def _averages(run: Run) -> dict[tuple[int | None, str], dict[str, Any]]:
+    """Rows of averages by length and method. A mean over other tasks than the rest is no comparison: methods that ran only some of
+    them are left out."""
     rows = {(row["length"], row["method"]): row for row in run.summary["averages"] if row["share"] == HEADLINE}
     most = max((row["tasks"] for row in rows.values()), default=0)
+    whole = [method for method in run.methods if (None, method) in rows and rows[None, method]["tasks"] == most]
+    return {cell: row for cell, row in rows.items() if cell[1] in whole}
+
+
+def average_table(run: Run) -> str:
+    """Mean loss by method and length at the headline budget, with interval, samples and the worst task."""
+    rows = _averages(run)
     lengths = sorted({length for length, _ in rows if length is not None})
     lines = [
         "| method | "
@@ -84,12 +89,29 @@ def average_table(run: Run) -> str:
     ]
     for method in run.methods:
         cells = [rows.get((length, method)) for length in (*lengths, None)]
-        if cells[-1] is None or cells[-1]["tasks"] < most:
+        if cells[-1] is None:
             continue
         shown = ["" if row is None else _points(row["loss"], row["loss_low"], row["loss_high"]) for row in cells]
         lines.append(
             f"| {title(method)} | " + " | ".join(shown) + f" | {cells[-1]['worst']:.1f} | {cells[-1]['samples']} |"
         )
+    return "\n".join(lines)
+
+
+def readme_table(run: Run) -> str:
+    """Mean loss by method at the lengths of the target, where the run has them, with interval and samples."""
+    rows = _averages(run)
+    lengths = [length for length in TARGET_LENGTHS if any(cell[0] == length for cell in rows)]
+    samples = {length: max(row["samples"] for cell, row in rows.items() if cell[0] == length) for length in lengths}
+    lines = [
+        "| method | " + " | ".join(f"{length:,} tokens, {samples[length]} samples" for length in lengths) + " |",
+        "|---|" + "---|" * len(lengths),
+    ]
+    for method in run.methods:
+        cells = [rows.get((length, method)) for length in lengths]
+        if any(cells):
+            shown = ["" if row is None else _points(row["loss"], row["loss_low"], row["loss_high"]) for row in cells]
+            lines.append(f"| {title(method)} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
 
 
@@ -117,8 +139,9 @@ def target_text(run: Run) -> str:
 def _counted(pairs: metrics.Pairs) -> str:
     low, high = pairs.lost_interval
     return (
-        f"Answer by answer: of {pairs.dense_right} that the dense cache gets right {pairs.lost} are lost ({low:.1%} to {high:.1%}), of "
-        f"{pairs.answers - pairs.dense_right} that it gets wrong {pairs.gained} come out right (p = {_p(pairs.p_value)})."
+        f"Answer by answer: of {pairs.dense_right} that the dense cache gets right {pairs.lost} are lost ({low:.1%} to "
+        f"{high:.1%}), of {pairs.answers - pairs.dense_right} that it gets wrong {pairs.gained} come out right "
+        f"(p = {_p(pairs.p_value)})."
     )
 
 
@@ -158,8 +181,8 @@ def paired_table(run: Run) -> str:
             if pairs.answers:
                 low, high = pairs.lost_interval
                 lines.append(
-                    f"| {title(method)} | {length:,} | {pairs.answers} | {pairs.dense_right} | {pairs.lost} | {low:.0%} to {high:.0%} | "
-                    f"{pairs.gained} | {_p(pairs.p_value)} |"
+                    f"| {title(method)} | {length:,} | {pairs.answers} | {pairs.dense_right} | {pairs.lost} | "
+                    f"{low:.0%} to {high:.0%} | {pairs.gained} | {_p(pairs.p_value)} |"
                 )
     return "\n".join(lines)
 
@@ -251,11 +274,12 @@ def blocks(run: Run) -> dict[str, str]:
 
 
 def readme_block(run: Run) -> str:
-    """README's table: the averages."""
+    """README's table: the averages at the lengths of the target."""
     return (
         f"Points lost against the dense cache at a budget of 1/8 of the context, with 95 % intervals: the mean over tasks that "
-        f"the dense model can do (at least {DENSE_RIGHT:.0%}).\n\n{average_table(run)}\n\n{run.describe()}. Made by "
-        "`python -m eval.quality run --suite full` and\n`python -m eval.quality report`."
+        f"the dense model can do (at least {DENSE_RIGHT:.0%}).\n\n{readme_table(run)}\n\n{run.describe()}. Made by "
+        "`python -m eval.quality run --suite full` and\n`python -m eval.quality report`; more in "
+        "[docs/accuracy.md](docs/accuracy.md)."
     )
 
 

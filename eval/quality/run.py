@@ -118,7 +118,7 @@ def run_part(
     """The samples of a part that have no results yet."""
     samples = FAMILIES[part.family](tokenizer, part.length, part.contexts)
     contexts = [list(group) for _, group in groupby(samples, key=lambda sample: sample.context)]
-    others = [method for method in methods if method is not DENSE]
+    others = [method for method in methods if method is not DENSE and method.name not in part.without]
     held: dict[str, Snapshot | None] = {}
 
     def context_of(sample: Sample) -> Snapshot | None:

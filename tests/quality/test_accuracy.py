@@ -60,6 +60,15 @@ def test_methods_that_ran_only_some_tasks_have_scores_and_no_average(tmp_path):
     assert "commit abc" in accuracy.blocks(run)["environment"]
 
 
+def test_the_readme_has_the_averages_at_the_lengths_of_the_target(tmp_path):
+    predictions = task("easy", [1, 1], oasis=[1, 0], **{"kvpress-knorm": [0, 1]}) + task("hard", [1, 1], oasis=[1, 1])
+    predictions += [prediction("easy", "2", method, [1], length=1024) for method in ("dense", "oasis")]
+    lines = accuracy.readme_block(run_of(tmp_path, predictions)).splitlines()
+    assert "| method | 4,096 tokens, 4 samples |" in lines
+    assert [line for line in lines if "OasisCache |" in line] == ["| OasisCache | 25.0 (0.0 to 50.0) |"]
+    assert not any("kvpress" in line for line in lines)
+
+
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no results"):
         accuracy.Run(tmp_path)

@@ -149,7 +149,7 @@ CONFIG = {
 }
 
 
-def run_in(folder, monkeypatch, stop_after: int | None = None) -> list[str]:
+def run_in(folder, monkeypatch, stop_after: int | None = None, without: tuple[str, ...] = ()) -> list[str]:
     """One part of a suite into a folder; interrupted after some predictions."""
     monkeypatch.setitem(FAMILIES, "test", drawn)
     results, said = Results(folder, CONFIG), []
@@ -160,7 +160,8 @@ def run_in(folder, monkeypatch, stop_after: int | None = None) -> list[str]:
         if stop_after is not None and len(results.predictions) >= stop_after:
             raise KeyboardInterrupt
 
-    run_part(models.build("llama-deep"), by_character(), Part("test", LENGTH, 1, (1 / 8, 1 / 4)), methods, results, say)
+    part = Part("test", LENGTH, 1, (1 / 8, 1 / 4), without)
+    run_part(models.build("llama-deep"), by_character(), part, methods, results, say)
     return said
 
 
@@ -180,6 +181,16 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     assert sorted(parts, key=repr) == sorted(whole, key=repr)
     assert len([text for text in said if "reading" not in text]) == len(whole) - 7
     assert run_in(tmp_path / "parts", monkeypatch) == []
+
+
+def test_a_part_leaves_methods_out_and_a_later_one_adds_them(tmp_path, monkeypatch):
+    run_in(tmp_path, monkeypatch, without=("streaming",))
+    file = tmp_path / "predictions.jsonl"
+    assert {each.method for each in read_predictions(file)} == {"dense", "oasis"}
+    said = run_in(tmp_path, monkeypatch)
+    added = read_predictions(file)[4 + 3 * 2 :]
+    assert {each.method for each in added} == {"streaming"} and len(added) == 3 * 2
+    assert len([text for text in said if "reading" not in text]) == len(added)
 
 
 def test_results_of_another_run_are_not_mixed_in(tmp_path):

@@ -31,7 +31,7 @@ TURNS_TOKENS = 40 * (len(DEPTHS) + 1)
 
 
 def samples(tokenizer: PreTrainedTokenizerBase, length: int, contexts: int) -> list[Sample]:
-    """Per context: each key asked for alone, in one way or the other by turns, two changes of topic, one chain of turns."""
+    """Per context: each key asked for alone in both ways, one change of topic, one chain of turns."""
     chat = Chat(tokenizer)
     drawn: list[Sample] = []
     for number in range(contexts):
@@ -53,11 +53,12 @@ def samples(tokenizer: PreTrainedTokenizerBase, length: int, contexts: int) -> l
                 made.append(Turn(tuple(question), (number_of[key],), chat.answer_tokens(" " + number_of[key])))
             return tuple(made)
 
-        for idx, (key, depth) in enumerate(zip(keys, depths, strict=True)):
-            way, name = WAYS[(number + idx) % len(WAYS)], f"{number}-{key}"
-            drawn.append(make(task="multikey", name=name, turns=turns(key), way=way, depth=round(depth, 3)))
-        for asked in (keys[-1], keys[0]), (keys[1], keys[-1]):
-            drawn.append(make(task="topic-shift", name=f"{number}-{'-'.join(asked)}", turns=turns(*asked)))
+        for key, depth in zip(keys, depths, strict=True):
+            name = f"{number}-{key}"
+            drawn += [
+                make(task="multikey", name=name, turns=turns(key), way=way, depth=round(depth, 3)) for way in WAYS
+            ]
+        drawn.append(make(task="topic-shift", name=str(number), turns=turns(keys[-1], keys[0])))
         order = rng.sample(keys, len(keys))
         drawn.append(make(task="turns", name=str(number), turns=turns(*order, order[0])))
     return drawn
