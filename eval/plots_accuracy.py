@@ -173,7 +173,7 @@ def needles(run: Run, path: Path) -> bool:
 
 
 def budgets(run: Run, path: Path) -> bool:
-    """Needles found by budget, at the length that has most budgets; a panel per way of asking."""
+    """Needles found by budget: a row of panels per length that has several budgets, a column per way of asking."""
     points: dict[tuple[int, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     dense: dict[tuple[int, str], list[float]] = defaultdict(list)
     for prediction in run.predictions:
@@ -182,41 +182,46 @@ def budgets(run: Run, path: Path) -> bool:
             points[cell][prediction.budget].append(metrics.score_of(prediction))
         elif prediction.task == "needle":
             dense[prediction.length, prediction.way].append(metrics.score_of(prediction))
-    if not points:
+    lengths = sorted({cell[0] for cell, budgets in points.items() if len(budgets) > 1})
+    if not lengths:
         return False
-    length = max(points, key=lambda cell: (len(points[cell]), cell[0]))[0]
-    shown = {cell: budgets for cell, budgets in points.items() if cell[0] == length}
-    ticks = sorted({budget for budgets in shown.values() for budget in budgets})
-    if len(ticks) < 2:
-        return False
-    figure, panels = pyplot.subplots(1, 2, figsize=(10.5, 4.2), sharey=True, layout="constrained")
-    for axes, (way, words) in zip(panels, WAYS.items(), strict=True):
-        for number, method in enumerate(run.methods):
-            found = sorted(shown.get((length, way, method), {}).items())
-            colour, marker = STYLES[method]
-            # lines that lie on each other show as bands: earlier ones are wider
-            width = 1 + 0.55 * (len(run.methods) - 1 - number)
-            axes.plot(
-                [budget for budget, _ in found],
-                [100 * sum(scores) / len(scores) for _, scores in found],
-                marker=marker,
-                markersize=5 + width,
-                linewidth=width,
-                color=colour,
-                label=title(method),
-            )
-        if dense.get((length, way)):
-            level = 100 * sum(dense[length, way]) / len(dense[length, way])
-            axes.axhline(level, color="0.4", linestyle="--", linewidth=1, label="DynamicCache")
-        axes.set_xscale("log", base=2)
-        axes.set(xticks=ticks, xticklabels=[str(tick) for tick in ticks], ylim=(-6, 106))
-        axes.minorticks_off()
-        axes.set(xlabel="budget, tokens per layer and KV head", title=f"question read {words}")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("needles found, %")
-    panels[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    samples = max(len(scores) for budgets in shown.values() for scores in budgets.values())
-    figure.suptitle(f"Accuracy against budget, {length:,} tokens, {samples} needles a point", fontsize=11)
+    figure, panels = pyplot.subplots(
+        len(lengths), 2, figsize=(10.5, 0.8 + 3.4 * len(lengths)), sharey=True, squeeze=False, layout="constrained"
+    )
+    handles = {}
+    for row, length in zip(panels, lengths, strict=True):
+        ticks = sorted({budget for cell, budgets in points.items() if cell[0] == length for budget in budgets})
+        for axes, (way, words) in zip(row, WAYS.items(), strict=True):
+            for number, method in enumerate(run.methods):
+                found = sorted(points.get((length, way, method), {}).items())
+                if len(found) < 2:
+                    continue
+                colour, marker = STYLES[method]
+                # lines that lie on each other show as bands: earlier ones are wider
+                width = 1 + 0.55 * (len(run.methods) - 1 - number)
+                (handles[title(method)],) = axes.plot(
+                    [budget for budget, _ in found],
+                    [100 * sum(scores) / len(scores) for _, scores in found],
+                    marker=marker,
+                    markersize=5 + width,
+                    linewidth=width,
+                    color=colour,
+                )
+            if dense.get((length, way)):
+                level = 100 * sum(dense[length, way]) / len(dense[length, way])
+                handles["DynamicCache"] = axes.axhline(level, color="0.4", linestyle="--", linewidth=1)
+            axes.set_xscale("log", base=2)
+            axes.set(xticks=ticks, xticklabels=[str(tick) for tick in ticks], ylim=(-6, 106))
+            axes.minorticks_off()
+            axes.set_title(f"{length:,} tokens, question read {words}", fontsize=10)
+            axes.grid(alpha=0.3)
+    for axes in panels[-1]:
+        axes.set_xlabel("budget, tokens per layer and KV head")
+    for row in panels:
+        row[0].set_ylabel("needles found, %")
+    figure.legend(handles.values(), handles, fontsize=8, loc="outside right center")
+    samples = max(len(scores) for cell, budgets in points.items() if len(budgets) > 1 for scores in budgets.values())
+    figure.suptitle(f"Accuracy against budget, up to {samples} needles a point", fontsize=11)
     return _save(figure, path)
 
 

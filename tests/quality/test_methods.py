@@ -135,7 +135,7 @@ def test_prefetching_changes_no_output():
     assert plain[1]["tokens_read"] == prefetching[1]["tokens_read"] == BUDGET
 
 
-@pytest.mark.parametrize("method", ["oasis", "oasis-minmax", "oasis-skip", "streaming", "oracle"])
+@pytest.mark.parametrize("method", ["oasis", "oasis-minmax", "oasis-skip", "oasis-skip-25", "streaming", "oracle"])
 def test_sparse_methods_read_their_budget_and_no_more(method):
     sparse, counters = forwards(method)
     assert counters["tokens_read"] == counters["tokens_read_max"] == BUDGET
