@@ -102,16 +102,16 @@ def readme_table(run: Run) -> str:
     """Mean loss by method at the lengths of the target, where the run has them, with interval and samples."""
     rows = _averages(run)
     lengths = [length for length in TARGET_LENGTHS if any(cell[0] == length for cell in rows)]
-    samples = {length: max(row["samples"] for cell, row in rows.items() if cell[0] == length) for length in lengths}
     lines = [
-        "| method | " + " | ".join(f"{length:,} tokens, {samples[length]} samples" for length in lengths) + " |",
-        "|---|" + "---|" * len(lengths),
+        "| method | " + " | ".join(f"{length:,} tokens" for length in lengths) + " | samples |",
+        "|---|" + "---|" * (len(lengths) + 1),
     ]
     for method in run.methods:
         cells = [rows.get((length, method)) for length in lengths]
         if any(cells):
             shown = ["" if row is None else _points(row["loss"], row["loss_low"], row["loss_high"]) for row in cells]
-            lines.append(f"| {title(method)} | " + " | ".join(shown) + " |")
+            samples = " + ".join(str(row["samples"]) for row in cells if row is not None)
+            lines.append(f"| {title(method)} | " + " | ".join(shown) + f" | {samples} |")
     return "\n".join(lines)
 
 

@@ -44,6 +44,7 @@ _SMALL = (
 # What matters most comes first, so that a run that is cut short says most about it; a later part of the same family and length only
 # adds contexts. One of 8,192 tokens takes a core a minute to read.
 _FULL = (
+    Part("needle", 4096, 4),
     Part("needle", 4096, 5, **_ONE_CAP),
     Part("numbers", 4096, 3, **_ONE_CAP),
     Part("lookup", 4096, 2, **_ONE_CAP),
@@ -53,10 +54,7 @@ _FULL = (
     Part("numbers", 4096, 6, **_DEFAULT),
     Part("lookup", 4096, 4, **_DEFAULT),
     Part("needle", 8192, 5, **_DEFAULT),
-    Part("needle", 1024, 5, (HEADLINE, 1 / 4, 1 / 2)),
-    Part("needle", 4096, 6, **_DEFAULT),
-    Part("needle", 4096, 7, **_DEFAULT),
-    Part("needle", 4096, 8, **_DEFAULT),
+    Part("needle", 1024, 5, (HEADLINE, 1 / 4, 1 / 2), **_ONE_CAP),
     Part("numbers", 1024, 2, **_ONE_CAP),
     Part("lookup", 1024, 1, **_ONE_CAP),
     Part("prose", 1024, 1, **_ONE_CAP),
