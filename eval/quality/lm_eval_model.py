@@ -72,6 +72,8 @@ class OasisLM(HFLM):
         self._warnings: dict[str, None] = {}
         if pretrained == PACKAGED:
             dtype, device = options.pop("dtype", "float32"), options.get("device") or "cpu"
+            if device.startswith("cuda") and not torch.cuda.is_available():  # what lm-eval names by default
+                device = options["device"] = "cpu"
             dtype = torch.float32 if dtype == "auto" else pick_dtype(str(dtype).removeprefix("torch."))
             pretrained, options["tokenizer"] = load_model(PACKAGED, dtype, device)
         super().__init__(pretrained, **options)

@@ -224,3 +224,8 @@ def test_ruler_documents_are_the_same_every_time_and_lm_eval_keeps_its_own(tmp_p
     assert [[len(docs) for docs in each] for each in drawn] == [[3, 3], [3, 3], [2, 2]]
     assert "God created the heaven" in drawn[0][0][0]
     assert (prepare_niah.get_haystack, prepare_niah.generate_samples) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on")
+def test_the_device_that_lm_eval_names_by_default_need_not_be_there():
+    assert OasisLM(device="cuda:0", **SPARSE).device.type == "cpu"
