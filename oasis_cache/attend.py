@@ -67,7 +67,11 @@ def attend_sparse(
     if fetches or working_set.has_empty_slots:
         if wanted is None:
             assert scores is not None
-            wanted = choose_for_reading(scores, config.num_slots, config.sink_blocks)
+            if fetches:
+                wanted = choose_for_reading(scores, config.num_slots, config.sink_blocks)
+            else:  # slots are given up in their order, so that it decides what later steps read
+                best = choose_blocks(scores.best, config.num_slots, config.sink_blocks, scores.first_block)
+                wanted = scores.numbers(best)
         residency.demand(wanted, num_blocks)
     _count(layer)
     if config.trace and fetches:

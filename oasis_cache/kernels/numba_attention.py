@@ -202,7 +202,7 @@ def sparse_attention(
     out = np.empty((heads, query_rows, value_dim), np.float32)
     arguments = (
         kv.dtype == torch.bfloat16,
-        (queries.float() * scaling).reshape(heads, query_rows, -1).numpy(),
+        (queries.float() * scaling).contiguous().view(heads, query_rows, -1).numpy(),
         np.uintp(kv.data_ptr()),
         np.array(kv.stride()[:3], np.uintp) * np.uintp(size),
         np.uintp(key_dim * size),

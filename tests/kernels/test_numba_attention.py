@@ -63,3 +63,14 @@ def test_what_it_does_not_serve_goes_to_pytorch(serves, monkeypatch):
     assert bool(calls) is not serves
     kernels.sparse_attention(queries, kv, key_dim, num_tokens, rows, scaling, softcap=3.0)
     assert len(calls) == 1 + (not serves)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_queries_of_any_layout(group):
+    """Attention hands them over transposed; addresses are only right for contiguous ones."""
+    queries, *rest = inputs(100, group, rows=3)
+    turned = queries.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not turned.is_contiguous()
+    assert torch.equal(
+        numba_attention.sparse_attention(turned, *rest), numba_attention.sparse_attention(queries, *rest)
+    )
