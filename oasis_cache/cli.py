@@ -358,7 +358,7 @@ def _run_plan(parsed: argparse.Namespace) -> int:
             device=parsed.device,
             device_bytes=parsed.device_memory,
             host_bytes=parsed.host_memory,
-            weights=False if parsed.no_weights else parsed.weights_memory or True,
+            weights=False if parsed.no_weights else True if parsed.weights_memory is None else parsed.weights_memory,
             hit_rate=parsed.hit_rate,
             settings={name: getattr(parsed, name) for name in names if hasattr(parsed, name)},
             json_file=parsed.json,

@@ -291,7 +291,7 @@ def parse_size(words: str) -> int:
     Raises:
         ValueError: It is none of these.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b?)\s*", words.lower())
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([kmgt]?)(i?b?)\s*", words.lower())
     if match is None:
         raise ValueError(f"{words!r} is no size: write it as 24GiB, 512MB or 1000000000")
     power = " kmgt".index(match[2] or " ")

@@ -249,6 +249,12 @@ def test_sizes(words, num_bytes):
     assert parse_size(words) == num_bytes
 
 
+@pytest.mark.parametrize("words", ["1e999", "1.2.3GB", ".", "-1", "5e"])
+def test_what_is_no_size_says_how_to_write_one(words):
+    with pytest.raises(ValueError, match="is no size: write it as 24GiB"):
+        parse_size(words)
+
+
 def test_the_help_has_examples(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
