@@ -60,10 +60,17 @@ class BlockIndex(ABC):
         decide: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The blocks that are worth ranking: [batch, kv_heads, candidates] int64, ascending; None: all. See `Clusters.choose`."""
+        clusters = self._clusters_for(num_blocks)
+        if clusters is None:
+            return None
+        return clusters.choose(queries, group, num_blocks, self.block_size, scaling, sink_blocks, decide)
+
+    def _clusters_for(self, num_blocks: int) -> Clusters | None:
+        """The coarse level, complete for so many blocks, if they are ranked in two levels."""
         if self.clusters is None or not self.clusters.pays(num_blocks, self.block_size):
             return None
         self.clusters.catch_up(num_blocks, self.block_size, self.keys)
-        return self.clusters.choose(queries, group, num_blocks, self.block_size, scaling, sink_blocks, decide)
+        return self.clusters
 
     @abstractmethod
     def summarise(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -145,8 +152,7 @@ class BlockIndex(ABC):
         for name, new in self.summarise(keys).items():
             self._room(name, new, count)[:, :, first : first + count] = new
         self.num_blocks += count
-        if self.clusters is not None and self.clusters.pays(self.num_blocks, self.block_size):
-            self.clusters.catch_up(self.num_blocks, self.block_size, self.keys)
+        self._clusters_for(self.num_blocks)  # made while the prompt is read, not in the first step
 
     def reserve(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays, with room for new blocks that `kernels.seal_blocks` will summarise: keys as in `append`."""
@@ -272,10 +278,10 @@ class Int2Index(BlockIndex):
         compiled = kernels.numba_for(queries.device)
         assert compiled is not None, "words were packed for numba"
         arrays, segments, ranked = None, 0, num_blocks
-        if self.clusters is not None and self.clusters.pays(num_blocks, self.block_size):
-            self.clusters.catch_up(num_blocks, self.block_size, self.keys)
-            segments, ranked = self.clusters.whole_segments(num_blocks, self.block_size), self.clusters.candidates
-            arrays = tuple(self.clusters.arrays[name] for name in ARRAYS)
+        clusters = self._clusters_for(num_blocks)
+        if clusters is not None:
+            segments, ranked = clusters.whole_segments(num_blocks, self.block_size), clusters.candidates
+            arrays = tuple(clusters.arrays[name] for name in ARRAYS)
         if compiled.threads_pay(queries.shape[0] * queries.shape[1] * ranked):
             return None
         words, low, step = (self.arrays[name] for name in ("words", "low", "step"))

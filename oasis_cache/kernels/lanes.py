@@ -17,6 +17,7 @@ LANES = 16
 
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
 _FAST = ("fast",)
 # exp2 on [0, 1) by a polynomial, highest power first; relative error 2e-7.
 _EXP2 = (1.8775767e-3, 8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 9.9999994e-1)
@@ -40,6 +41,16 @@ def _load(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
     loaded = builder.load(pointer)
     loaded.align = 4
     return loaded
+
+
+def _kv_at(builder: ir.IRBuilder, row: ir.Value, position: ir.Value, half: bool) -> ir.Value:
+    """16 numbers of a row at an address, from `position` on: float32, or `half`: bfloat16."""
+    if not half:
+        return _load(builder, _vector_at(builder, builder.inttoptr(row, _F32.as_pointer()), position))
+    place = builder.gep(builder.inttoptr(row, ir.IntType(16).as_pointer()), [position])
+    bits = builder.load(builder.bitcast(place, _HALVES.as_pointer()))
+    bits.align = 2
+    return builder.bitcast(builder.shl(builder.zext(bits, _INTS), _every(_INTS, 16)), _FLOATS)
 
 
 def _store(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value) -> None:
@@ -225,18 +236,19 @@ def scale_query(typing_context: Any, query: Any, low: Any, step: Any, dim: Any, 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         query, low, step, dim, scaled = arguments
         query, scaled = (builder.inttoptr(address, _F32.as_pointer()) for address in (query, scaled))
-        low, step = (builder.inttoptr(address, ir.IntType(16).as_pointer()) for address in (low, step))
-        halves = ir.VectorType(ir.IntType(16), LANES)
-
-        def floats_at(array: ir.Value, position: ir.Value) -> ir.Value:
-            bits = builder.load(builder.bitcast(builder.gep(array, [position]), halves.as_pointer()))
-            bits.align = 2
-            return builder.bitcast(builder.shl(builder.zext(bits, _INTS), _every(_INTS, 16)), _FLOATS)
 
         def body(position: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
             part = _load(builder, _vector_at(builder, query, position))
-            _store(builder, builder.fmul(part, floats_at(step, position)), _vector_at(builder, scaled, position))
-            return [builder.fadd(total[0], builder.fmul(part, floats_at(low, position), flags=_FAST), flags=_FAST)]
+            _store(
+                builder,
+                builder.fmul(part, _kv_at(builder, step, position, half=True)),
+                _vector_at(builder, scaled, position),
+            )
+            return [
+                builder.fadd(
+                    total[0], builder.fmul(part, _kv_at(builder, low, position, half=True), flags=_FAST), flags=_FAST
+                )
+            ]
 
         (total,) = _loop(builder, dim, [_every(_FLOATS, 0.0)], body)
         return _reduce(total, builder, builder.fadd)
@@ -258,7 +270,6 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any
 
 
 _AHEAD = 16  # tokens whose keys or values are asked for before their turn
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 
 def _row_of(builder: ir.IRBuilder, array: ir.Value, stride: ir.Value, number: ir.Value) -> ir.Value:
@@ -274,16 +285,6 @@ def _prefetch(builder: ir.IRBuilder, row: ir.Value, position: ir.Value, half: bo
         builder.module, ir.FunctionType(ir.VoidType(), [kind, _I32, _I32, _I32]), "llvm.prefetch.p0i8"
     )
     builder.call(function, [builder.inttoptr(place, kind), *(ir.Constant(_I32, option) for option in (0, 3, 1))])
-
-
-def _kv_at(builder: ir.IRBuilder, row: ir.Value, position: ir.Value, half: bool) -> ir.Value:
-    """16 numbers of a row at an address, from `position` on: float32, or `half`: bfloat16."""
-    if not half:
-        return _load(builder, _vector_at(builder, builder.inttoptr(row, _F32.as_pointer()), position))
-    place = builder.gep(builder.inttoptr(row, ir.IntType(16).as_pointer()), [position])
-    bits = builder.load(builder.bitcast(place, _HALVES.as_pointer()))
-    bits.align = 2
-    return builder.bitcast(builder.shl(builder.zext(bits, _INTS), _every(_INTS, 16)), _FLOATS)
 
 
 def _key_dots(rows: int, half: bool) -> Any:

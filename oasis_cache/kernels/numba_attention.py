@@ -21,16 +21,8 @@ from oasis_cache.kernels.lanes import (
     half_add_values_2,
     half_add_values_3,
     half_add_values_4,
-    half_key_dots_1,
-    half_key_dots_2,
-    half_key_dots_3,
-    half_key_dots_4,
-    key_dots_1,
-    key_dots_2,
-    key_dots_3,
-    key_dots_4,
 )
-from oasis_cache.kernels.numba_ops import MASKED, _address, _parallel_lock
+from oasis_cache.kernels.numba_ops import MASKED, _address, _key_scores, _parallel_lock, num_threads
 
 PIECE_TOKENS = 512
 MAX_ROWS = 32  # query rows of a KV head; for more of them PyTorch's matrix products are faster
@@ -40,33 +32,8 @@ _PARALLEL_FROM = 1 << 15  # tokens times query rows from which waking other thre
 
 
 @numba.njit(cache=True, nogil=True)
-def _scores(half, keys, stride, count, queries, rows, dim, scores, row_bytes):
-    """scores [rows, count] of queries [rows, dim], both addresses; keys: address, `stride` bytes between tokens."""
-    for row in range(0, rows, 4):
-        q, s = queries + np.uintp(4 * row) * dim, scores + np.uintp(row) * row_bytes
-        left = rows - row
-        if half:
-            if left >= 4:
-                half_key_dots_4(keys, stride, count, q, dim, s, row_bytes)
-            elif left == 3:
-                half_key_dots_3(keys, stride, count, q, dim, s, row_bytes)
-            elif left == 2:
-                half_key_dots_2(keys, stride, count, q, dim, s, row_bytes)
-            else:
-                half_key_dots_1(keys, stride, count, q, dim, s, row_bytes)
-        elif left >= 4:
-            key_dots_4(keys, stride, count, q, dim, s, row_bytes)
-        elif left == 3:
-            key_dots_3(keys, stride, count, q, dim, s, row_bytes)
-        elif left == 2:
-            key_dots_2(keys, stride, count, q, dim, s, row_bytes)
-        else:
-            key_dots_1(keys, stride, count, q, dim, s, row_bytes)
-
-
-@numba.njit(cache=True, nogil=True)
 def _add_values(half, values, stride, count, weights, row_bytes, rows, dim, out):
-    """out [rows, dim] += weights [rows, count] x values; addresses as in `_scores`."""
+    """out [rows, dim] += weights [rows, count] x values; addresses as in `_key_scores`."""
     for row in range(0, rows, 4):
         w, o = weights + np.uintp(row) * row_bytes, out + np.uintp(4 * row) * dim
         left = rows - row
@@ -105,7 +72,7 @@ def _attend_piece(half, queries, keys, values, stride, start, stop, first_row, r
     p_weights, p_best, p_out = _address(weights), _address(best), _address(out)
     row_bytes, p_dim, p_value_dim = np.uintp(4 * padded), np.uintp(dim), np.uintp(out.shape[1])
     p_keys, p_values = keys + np.uintp(start) * stride, values + np.uintp(start) * stride
-    _scores(half, p_keys, stride, np.uintp(count), _address(queries), rows, p_dim, p_weights, row_bytes)
+    _key_scores(half, p_keys, stride, np.uintp(count), _address(queries), rows, p_dim, p_weights, row_bytes)
     for row in range(rows):
         seen = min(count, first_row + row % rows_of_group - start)
         for token in range(max(0, seen), padded):
@@ -214,7 +181,7 @@ def sparse_attention(
         total,
         out,
     )
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    threads = num_threads()
     if threads == 1 or heads * num_tokens * query_rows < _PARALLEL_FROM:
         _serial(*arguments)
     else:

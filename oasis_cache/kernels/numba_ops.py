@@ -25,6 +25,10 @@ from oasis_cache.kernels.lanes import (
     half_key_dots_2,
     half_key_dots_3,
     half_key_dots_4,
+    key_dots_1,
+    key_dots_2,
+    key_dots_3,
+    key_dots_4,
     log_in_place,
     scale_query,
 )
@@ -222,9 +226,14 @@ def _scaled(queries: torch.Tensor, scaling: float, width: int) -> np.ndarray:
     return scaled.contiguous().flatten(0, 1).numpy()
 
 
+def num_threads() -> int:
+    """Threads that a compiled function may use: PyTorch's, as far as numba has them."""
+    return int(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
 def threads_pay(blocks: int) -> bool:
     """Whether scoring so many blocks of single KV heads is worth waking other threads."""
-    return blocks >= _PARALLEL_FROM and min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) > 1
+    return blocks >= _PARALLEL_FROM and num_threads() > 1
 
 
 def score_int2(
@@ -267,7 +276,7 @@ def score_int2(
         _score_serial(*arrays, log_mass, shares, best)
     else:
         with _parallel_lock:
-            numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+            numba.set_num_threads(num_threads())
             _score_parallel(*arrays, _CHUNK_BLOCKS, log_mass, shares, best)
     if visible is not None:
         _hide(log_mass)
@@ -286,6 +295,31 @@ _SURE = np.float32(4.0)  # above all shares
 
 
 @numba.njit(cache=True, nogil=True)
+def _key_scores(half, keys, stride, count, queries, rows, dim, scores, row_bytes):
+    """scores [rows, count] of queries [rows, dim], both addresses; keys: address, `stride` bytes between tokens."""
+    for row in range(0, rows, 4):
+        q, s = queries + np.uintp(4 * row) * dim, scores + np.uintp(row) * row_bytes
+        left = rows - row
+        if half:
+            if left >= 4:
+                half_key_dots_4(keys, stride, count, q, dim, s, row_bytes)
+            elif left == 3:
+                half_key_dots_3(keys, stride, count, q, dim, s, row_bytes)
+            elif left == 2:
+                half_key_dots_2(keys, stride, count, q, dim, s, row_bytes)
+            else:
+                half_key_dots_1(keys, stride, count, q, dim, s, row_bytes)
+        elif left >= 4:
+            key_dots_4(keys, stride, count, q, dim, s, row_bytes)
+        elif left == 3:
+            key_dots_3(keys, stride, count, q, dim, s, row_bytes)
+        elif left == 2:
+            key_dots_2(keys, stride, count, q, dim, s, row_bytes)
+        else:
+            key_dots_1(keys, stride, count, q, dim, s, row_bytes)
+
+
+@numba.njit(cache=True, nogil=True)
 def _cluster_weights(queries, centroids, sizes, group, weights, total):
     """`reference.cluster_shares` up to its weights, of one KV head.
 
@@ -294,18 +328,11 @@ def _cluster_weights(queries, centroids, sizes, group, weights, total):
     """
     query_rows, dim = queries.shape
     clusters = centroids.shape[0]
-    p_weights, p_queries, row_bytes = _address(weights), _address(queries), np.uintp(4 * weights.shape[1])
-    for row in range(0, query_rows, 4):
-        left = query_rows - row
-        q, w = p_queries + np.uintp(4 * row * dim), p_weights + np.uintp(row) * row_bytes
-        if left >= 4:
-            half_key_dots_4(_address(centroids), np.uintp(2 * dim), np.uintp(clusters), q, np.uintp(dim), w, row_bytes)
-        elif left == 3:
-            half_key_dots_3(_address(centroids), np.uintp(2 * dim), np.uintp(clusters), q, np.uintp(dim), w, row_bytes)
-        elif left == 2:
-            half_key_dots_2(_address(centroids), np.uintp(2 * dim), np.uintp(clusters), q, np.uintp(dim), w, row_bytes)
-        else:
-            half_key_dots_1(_address(centroids), np.uintp(2 * dim), np.uintp(clusters), q, np.uintp(dim), w, row_bytes)
+    p_weights, row_bytes, p_dim = _address(weights), np.uintp(4 * weights.shape[1]), np.uintp(dim)
+    p_centroids, stride = _address(centroids), np.uintp(2 * dim)
+    _key_scores(
+        True, p_centroids, stride, np.uintp(clusters), _address(queries), query_rows, p_dim, p_weights, row_bytes
+    )
     for row in range(query_rows):
         for c in range(clusters):  # an empty cluster must not set the maximum
             if sizes[c] == np.float32(0.0):
