@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, StaticCache, cache_utils
 from transformers.cache_utils import QuantoQuantizedLayer
 
 from eval.bench.quest import ATTENTION, QuestCache
@@ -18,6 +18,7 @@ OASIS, DYNAMIC, STATIC, QUEST = "OasisCache", "DynamicCache", "StaticCache", "Qu
 CANDIDATES = 372  # three times the slots of a budget of 2,048 tokens
 TWO_LEVELS = f"OasisCache candidates={CANDIDATES}"
 FP8, QUANTO = "QuantizedCache fp8", "QuantizedCache int4"
+HAS_FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")  # transformers 5.17 has none
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,11 @@ def providers(names: tuple[str, ...] | None = None) -> list[Provider]:
             host_share=1.3,
             attention=ATTENTION,
         ),
-        Provider(FP8, lambda model, *_: QuantizedCache("fp8", model.config), host_share=0.5, whole=True),
     ]
+    if HAS_FP8:
+        everyone.append(
+            Provider(FP8, lambda model, *_: QuantizedCache("fp8", model.config), host_share=0.5, whole=True)
+        )
     if quanto_is_ready():
         quanto = Provider(
             QUANTO, lambda model, *_: QuantizedCache("quanto", model.config, nbits=4), host_share=0.4, whole=True
