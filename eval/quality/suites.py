@@ -42,28 +42,29 @@ _SMALL = (
     Part("prose", 1024, 1, **_ONE_CAP),
 )
 # What matters most comes first, so that a run that is cut short says most about it; a later part of the same family and length only
-# adds contexts. One of 8,192 tokens takes a core a minute to read.
+# adds contexts or budgets. One of 8,192 tokens takes a core a minute to read.
 _FULL = (
     Part("needle", 4096, 4),
-    Part("needle", 4096, 5, **_ONE_CAP),
     Part("numbers", 4096, 3, **_ONE_CAP),
-    Part("lookup", 4096, 2, **_ONE_CAP),
+    Part("lookup", 4096, 4, **_ONE_CAP),
     Part("prose", 4096, 2, **_ONE_CAP),
-    Part("needle", 8192, 3, **_ONE_CAP),
-    Part("numbers", 8192, 1, **_ONE_CAP),
-    Part("numbers", 4096, 6, **_DEFAULT),
-    Part("lookup", 4096, 4, **_DEFAULT),
-    Part("needle", 8192, 5, **_DEFAULT),
+    Part("needle", 8192, 4, **_ONE_CAP),
+    Part("numbers", 8192, 2, **_ONE_CAP),
+    Part("numbers", 4096, 10, **_DEFAULT),
+    Part("lookup", 4096, 12, **_DEFAULT),
+    Part("needle", 8192, 8, **_DEFAULT),
+    Part("needle", 4096, 10, **_DEFAULT),
+    Part("needle", 4096, 4, (1 / 32, 1 / 16), **_ONE_CAP),
     Part("needle", 1024, 5, (HEADLINE, 1 / 4, 1 / 2), **_ONE_CAP),
     Part("numbers", 1024, 2, **_ONE_CAP),
-    Part("lookup", 1024, 1, **_ONE_CAP),
+    Part("lookup", 1024, 2, **_ONE_CAP),
     Part("prose", 1024, 1, **_ONE_CAP),
     Part("variables", 1024, 1, **_ONE_CAP),
-    Part("words", 1024, 1, **_ONE_CAP),
+    Part("words", 1024, 2, **_ONE_CAP),
     Part("ruler", 1024, 1, **_ONE_CAP),
-    Part("needle", 2048, 5, **_ONE_CAP),
+    Part("needle", 2048, 5, (HEADLINE, 1 / 16, 1 / 4), **_ONE_CAP),
     Part("numbers", 2048, 2, **_ONE_CAP),
-    Part("lookup", 2048, 1, **_ONE_CAP),
+    Part("lookup", 2048, 2, **_ONE_CAP),
     Part("prose", 2048, 1, **_ONE_CAP),
 )
 # lm-eval's needle tasks at all lengths, a part by itself because each of their documents is read for one answer.
