@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from eval.quality import metrics
-from eval.quality.accuracy import WAYS, Run
+from eval.quality.accuracy import WAYS, Run, cells_of
 from eval.quality.accuracy import title as title_in_tables
 from eval.quality.suites import HEADLINE
 
@@ -70,7 +70,7 @@ def tasks(run: Run, path: Path) -> bool:
     fails = {(row["task"], row["length"]) for row in run.summary["dense_fails"]}
     cells = [
         cell
-        for cell in run.summary["cells"]
+        for cell in cells_of(run).values()
         if cell["share"] == HEADLINE and (cell["task"], cell["length"]) not in fails
     ]
     lengths = sorted({cell["length"] for cell in cells})

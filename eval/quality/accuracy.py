@@ -32,7 +32,13 @@ ORDER = (*(name for name in METHODS if name not in ("oasis-lookahead", "oracle")
 
 
 class Run:
-    """A results folder, read."""
+    """A results folder, read.
+
+    Attributes:
+        summary: Of all predictions; see `metrics.summary`.
+        compared: Methods that answered in all tasks that any did: those that averages compare.
+        shared: Summary of the samples that all compared methods answered.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Read a folder.
@@ -49,6 +55,15 @@ class Run:
         self.summary = metrics.summary(self.predictions)
         held = {prediction.method for prediction in self.predictions}
         self.methods = [name for name in ORDER if name in held and name != "dense"]
+        tasks = {
+            row["method"]: row["tasks"]
+            for row in self.summary["averages"]
+            if row["length"] is None and row["share"] == HEADLINE
+        }
+        # A mean over other tasks than the rest's is no comparison.
+        self.compared = [method for method in self.methods if tasks.get(method) == max(tasks.values(), default=0)]
+        self.common = metrics.common(self.predictions, self.compared, HEADLINE)
+        self.shared = metrics.summary(self.common, metrics.failed(self.predictions))
 
     def describe(self) -> str:
         """One line on what ran where."""
@@ -68,56 +83,76 @@ def _points(loss: float, low: float, high: float) -> str:
     return f"{loss:.1f} ({low:.1f} to {high:.1f})"
 
 
-def _averages(run: Run) -> dict[tuple[int | None, str], dict[str, Any]]:
-    """Rows of averages by length and method. A mean over other tasks than the rest is no comparison: methods that ran only some of
-    them are left out."""
-    rows = {(row["length"], row["method"]): row for row in run.summary["averages"] if row["share"] == HEADLINE}
-    most = max((row["tasks"] for row in rows.values()), default=0)
-    whole = [method for method in run.methods if (None, method) in rows and rows[None, method]["tasks"] == most]
-    return {cell: row for cell, row in rows.items() if cell[1] in whole}
+MORE_SAMPLES = "OasisCache, on more samples"
+
+
+def _averages(summary: dict[str, Any], methods: list[str]) -> dict[tuple[int | None, str], dict[str, Any]]:
+    """Rows of averages by length and method."""
+    return {
+        (row["length"], row["method"]): row
+        for row in summary["averages"]
+        if row["share"] == HEADLINE and row["method"] in methods
+    }
+
+
+def _average_rows(run: Run) -> list[tuple[str, dict[int | None, dict[str, Any]]]]:
+    """What the tables of averages list: a title, and rows by length. All methods on the same samples, behind the default
+    configuration itself on all that it answered."""
+    shared, whole = _averages(run.shared, run.compared), _averages(run.summary, run.compared)
+
+    def by_length(rows: dict[tuple[int | None, str], dict[str, Any]], name: str) -> dict[int | None, dict[str, Any]]:
+        return {length: row for (length, method), row in rows.items() if method == name}
+
+    listed = [(title(method), by_length(shared, method)) for method in run.compared]
+    more = by_length(whole, "oasis")
+    if more and any(row["samples"] > shared[length, "oasis"]["samples"] for length, row in more.items()):
+        place = run.compared.index("oasis") + 1
+        listed.insert(place, (MORE_SAMPLES, more))
+    return listed
 
 
 def average_table(run: Run) -> str:
     """Mean loss by method and length at the headline budget, with interval, samples and the worst task."""
-    rows = _averages(run)
-    lengths = sorted({length for length, _ in rows if length is not None})
+    listed = _average_rows(run)
+    lengths = sorted({length for _, rows in listed for length in rows if length is not None})
     lines = [
         "| method | "
         + " | ".join(f"{length:,} tokens" for length in lengths)
         + " | all lengths | worst task | samples |",
         "|---|" + "---|" * (len(lengths) + 3),
     ]
-    for method in run.methods:
-        cells = [rows.get((length, method)) for length in (*lengths, None)]
-        if cells[-1] is None:
-            continue
+    for name, rows in listed:
+        cells = [rows.get(length) for length in (*lengths, None)]
         shown = ["" if row is None else _points(row["loss"], row["loss_low"], row["loss_high"]) for row in cells]
-        lines.append(
-            f"| {title(method)} | " + " | ".join(shown) + f" | {cells[-1]['worst']:.1f} | {cells[-1]['samples']} |"
-        )
+        lines.append(f"| {name} | " + " | ".join(shown) + f" | {rows[None]['worst']:.1f} | {rows[None]['samples']} |")
     return "\n".join(lines)
 
 
 def readme_table(run: Run) -> str:
     """Mean loss by method at the lengths of the target, where the run has them, with interval and samples."""
-    rows = _averages(run)
-    lengths = [length for length in TARGET_LENGTHS if any(cell[0] == length for cell in rows)]
+    listed = _average_rows(run)
+    lengths = [length for length in TARGET_LENGTHS if any(length in rows for _, rows in listed)]
     lines = [
         "| method | " + " | ".join(f"{length:,} tokens" for length in lengths) + " | samples |",
         "|---|" + "---|" * (len(lengths) + 1),
     ]
-    for method in run.methods:
-        cells = [rows.get((length, method)) for length in lengths]
+    for name, rows in listed:
+        cells = [rows.get(length) for length in lengths]
         if any(cells):
             shown = ["" if row is None else _points(row["loss"], row["loss_low"], row["loss_high"]) for row in cells]
             samples = " + ".join(str(row["samples"]) for row in cells if row is not None)
-            lines.append(f"| {title(method)} | " + " | ".join(shown) + f" | {samples} |")
+            lines.append(f"| {name} | " + " | ".join(shown) + f" | {samples} |")
     return "\n".join(lines)
 
 
 def target_text(run: Run) -> str:
     """Whether the default configuration meets the targets, length by length, and the tasks that lose more than they allow."""
     lines = []
+    answers = {
+        (length, way): pairs
+        for (method, length, way), pairs in metrics.pairs(run.predictions, HEADLINE).items()
+        if method == "oasis"
+    }
     for row in run.summary["averages"]:
         if (row["method"], row["share"]) != ("oasis", HEADLINE) or row["length"] not in TARGET_LENGTHS:
             continue
@@ -131,7 +166,7 @@ def target_text(run: Run) -> str:
         lines.append(
             f"- {row['length']:,} tokens: {met}. {_points(row['loss'], row['loss_low'], row['loss_high'])} points on average over "
             f"{row['tasks']} tasks and ways of asking, {row['samples']} samples; above {TARGET_TASK:g} points: "
-            f"{', '.join(worse) or 'none'}. {_counted(_of_length(run, 'oasis', row['length']))}"
+            f"{', '.join(worse) or 'none'}. {_counted(_of_length(answers, row['length']))}"
         )
     return "\n".join(sorted(lines))
 
@@ -147,26 +182,39 @@ def _counted(pairs: metrics.Pairs) -> str:
 
 def kept_table(run: Run) -> str:
     """Answers that the dense cache gets right: how many of them each method gets right, by length and way of asking."""
-    counts = metrics.pairs(run.predictions, HEADLINE)
-    columns = sorted({(length, way) for _, length, way in counts})
+    listed = _pairs(run)
+    columns = sorted({(length, way) for _, counts in listed for length, way in counts})
     lines = [
         "| method | " + " | ".join(f"{length:,}, {WAYS[way]}" for length, way in columns) + " |",
         "|---|" + "---|" * len(columns),
     ]
-    for method in run.methods:
-        cells = [counts.get((method, length, way)) for length, way in columns]
+    for name, counts in listed:
+        cells = [counts.get(column) for column in columns]
         if any(cells):
             lines.append(
-                f"| {title(method)} | "
+                f"| {name} | "
                 + " | ".join("" if cell is None else f"{cell.both}/{cell.dense_right}" for cell in cells)
                 + " |"
             )
     return "\n".join(lines)
 
 
-def _of_length(run: Run, method: str, length: int) -> metrics.Pairs:
-    counts = metrics.pairs(run.predictions, HEADLINE)
-    return sum((pairs for cell, pairs in counts.items() if cell[:2] == (method, length)), metrics.Pairs())
+def _pairs(run: Run) -> list[tuple[str, dict[tuple[int, str], metrics.Pairs]]]:
+    """Answers by length and way, method by method: compared ones on the same samples, the default configuration on all of its own
+    too, others on theirs."""
+    shared, whole = (metrics.pairs(predictions, HEADLINE) for predictions in (run.common, run.predictions))
+
+    def of(counts: dict[tuple[str, int, str], metrics.Pairs], name: str) -> dict[tuple[int, str], metrics.Pairs]:
+        return {(length, way): pairs for (method, length, way), pairs in counts.items() if method == name}
+
+    listed = [(title(name), of(shared if name in run.compared else whole, name)) for name in run.methods]
+    if "oasis" in run.compared and of(whole, "oasis") != of(shared, "oasis"):
+        listed.insert(run.methods.index("oasis") + 1, (MORE_SAMPLES, of(whole, "oasis")))
+    return listed
+
+
+def _of_length(counts: dict[tuple[int, str], metrics.Pairs], length: int) -> metrics.Pairs:
+    return sum((pairs for cell, pairs in counts.items() if cell[0] == length), metrics.Pairs())
 
 
 def paired_table(run: Run) -> str:
@@ -176,12 +224,12 @@ def paired_table(run: Run) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for length in TARGET_LENGTHS:
-        for method in run.methods:
-            pairs = _of_length(run, method, length)
+        for name, counts in _pairs(run):
+            pairs = _of_length(counts, length)
             if pairs.answers:
                 low, high = pairs.lost_interval
                 lines.append(
-                    f"| {title(method)} | {length:,} | {pairs.answers} | {pairs.dense_right} | {pairs.lost} | "
+                    f"| {name} | {length:,} | {pairs.answers} | {pairs.dense_right} | {pairs.lost} | "
                     f"{low:.0%} to {high:.0%} | {pairs.gained} | {_p(pairs.p_value)} |"
                 )
     return "\n".join(lines)
@@ -191,13 +239,20 @@ def _p(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.2g}"
 
 
-def task_table(run: Run) -> str:
-    """Scores task by task at the headline budget; a task that the dense cache fails has its score only."""
-    cells = {
+def cells_of(run: Run) -> dict[tuple[str, int, str, str], dict[str, Any]]:
+    """Cells by task, length, way and method at the headline budget, of the samples that all compared methods answered; for other
+    methods, and for tasks that the dense cache fails, of all that there are."""
+    return {
         (cell["task"], cell["length"], cell["way"], cell["method"]): cell
-        for cell in run.summary["cells"]
+        for summary in (run.summary, run.shared)
+        for cell in summary["cells"]
         if cell["share"] in (HEADLINE, None)
     }
+
+
+def task_table(run: Run) -> str:
+    """Scores task by task at the headline budget; a task that the dense cache fails has its score only."""
+    cells = cells_of(run)
     fails = {(row["task"], row["length"]) for row in run.summary["dense_fails"]}
     lines = [
         "| task | tokens | question read | samples | dense | "

@@ -108,20 +108,34 @@ def interval(cells: Sequence[Losses], seed: int = 0) -> tuple[float, float]:
     return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
 
 
-def summary(predictions: Sequence[Prediction]) -> dict[str, Any]:
+def failed(predictions: Sequence[Prediction]) -> list[tuple[str, int]]:
+    """Tasks and lengths at which the dense cache is right less than half of the time."""
+    dense = [prediction for prediction in predictions if prediction.method == "dense" and prediction.task != PROSE]
+    cells = sorted({(prediction.task, prediction.length) for prediction in dense})
+    return [cell for cell in cells if dense_score(dense, *cell) < DENSE_RIGHT]
+
+
+def common(predictions: Sequence[Prediction], methods: Sequence[str], share: float) -> list[Prediction]:
+    """Predictions of the dense cache and of these methods for the samples that all of the methods answered at a budget."""
+    answered: dict[tuple, set[str]] = defaultdict(set)
+    for prediction in predictions:
+        if prediction.share == share:
+            answered[_sample(prediction)].add(prediction.method)
+    samples = {sample for sample, by in answered.items() if by >= set(methods)}
+    wanted = {"dense", *methods}
+    return [prediction for prediction in predictions if prediction.method in wanted and _sample(prediction) in samples]
+
+
+def summary(predictions: Sequence[Prediction], fails: Sequence[tuple[str, int]] | None = None) -> dict[str, Any]:
     """What the report reads: `cells` (task, length, way, method, share), `averages` over tasks, and `prose`.
 
     Losses are in points: 100 times the dense score less the method's, sample by sample.
+
+    Args:
+        fails: Tasks and lengths that averages leave out; default: those that the dense cache fails on these predictions.
     """
     dense = {_sample(prediction): prediction for prediction in predictions if prediction.method == "dense"}
-    fails = sorted(
-        {
-            (prediction.task, prediction.length)
-            for prediction in dense.values()
-            if prediction.task != PROSE
-            and dense_score(dense.values(), prediction.task, prediction.length) < DENSE_RIGHT
-        }
-    )
+    fails = failed(predictions) if fails is None else fails
     grouped: dict[tuple, list[Prediction]] = defaultdict(list)
     for prediction in predictions:
         if prediction.task != PROSE:

@@ -69,6 +69,21 @@ def test_the_readme_has_the_averages_at_the_lengths_of_the_target(tmp_path):
     assert not any("kvpress" in line for line in lines)
 
 
+def test_methods_are_compared_on_the_samples_that_all_of_them_answered(tmp_path):
+    predictions = task("easy", [1, 1, 1, 1], oasis=[1, 1, 0, 0], quest=[0, 1])
+    run = run_of(tmp_path, predictions)
+    readme = accuracy.readme_table(run).splitlines()
+    assert "| OasisCache | 0.0 (0.0 to 0.0) | 2 |" in readme
+    assert "| OasisCache, on more samples | 50.0 (0.0 to 100.0) | 4 |" in readme
+    assert "| Quest | 50.0 (0.0 to 100.0) | 2 |" in readme
+    assert len(accuracy.kept_table(run).splitlines()) == 2 + 3
+    assert "| OasisCache | 2/2 |" in accuracy.kept_table(run)
+    assert "| OasisCache, on more samples | 2/4 |" in accuracy.kept_table(run)
+    assert "| OasisCache | 4,096 | 2 | 2 | 0 |" in accuracy.paired_table(run)
+    assert "| easy | 4,096 | exactly | 2 | 100 | 100 | 50 |" in accuracy.task_table(run)
+    assert "50.0 (0.0 to 100.0) points on average over 1 tasks" in accuracy.target_text(run), "of all samples"
+
+
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no results"):
         accuracy.Run(tmp_path)
