@@ -42,6 +42,9 @@ MASS_STYLES = {
     "recency": ("newest blocks (StreamingLLM)", "#CC79A7", "v"),
 }
 
+ROW_INCHES = 0.58  # of a task in the plot of tasks
+TITLE_ROWS = 1.3  # what a panel's title and ticks take, in rows
+
 
 def draw(run: Run, folder: Path) -> list[Path]:
     """All plots that the run has results for, into a folder; returns the files."""
@@ -66,58 +69,85 @@ def _save(figure: Any, path: Path) -> bool:
 
 
 def tasks(run: Run, path: Path) -> bool:
-    """Points lost by task, a panel per length: one mark per method, its 95 % interval behind it."""
+    """Points lost by task, a panel per length with the tasks that it has: a mark per method, its 95 % interval behind it."""
     fails = {(row["task"], row["length"]) for row in run.summary["dense_fails"]}
     cells = [
         cell
         for cell in cells_of(run).values()
         if cell["share"] == HEADLINE and (cell["task"], cell["length"]) not in fails
     ]
-    lengths = sorted({cell["length"] for cell in cells})
-    if not lengths:
+    if not cells:
         return False
-    names = sorted({(cell["task"], cell["way"]) for cell in cells})
-    height = 1.6 + 0.16 * len(names) * max(2, len(run.methods) / 2)
-    figure, panels = pyplot.subplots(
-        1,
-        len(lengths),
-        figsize=(max(9, 2.4 + 3.1 * len(lengths)), height),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    handles = {}
+    rows: dict[int, list[tuple[str, str]]] = {
+        length: sorted({(cell["task"], cell["way"]) for cell in cells if cell["length"] == length})
+        for length in sorted({cell["length"] for cell in cells})
+    }
+    columns = _two_columns({length: len(names) for length, names in rows.items()})
+    heights = [sum(TITLE_ROWS + len(rows[length]) for length in column) for column in columns]
+    figure = pyplot.figure(figsize=(6.2 * len(columns), 1.9 + ROW_INCHES * max(heights)), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[ROW_INCHES * max(heights), 1.3])
     lowest = min(-10.0, *(cell["loss_low"] for cell in cells))
-    for axes, length in zip(panels[0], lengths, strict=True):
-        for number, method in enumerate(run.methods):
-            colour, marker = STYLES[method]
-            shift = (number - (len(run.methods) - 1) / 2) * 0.8 / len(run.methods)
-            for cell in cells:
-                if (cell["length"], cell["method"]) != (length, method):
-                    continue
-                place = names.index((cell["task"], cell["way"])) + shift
-                axes.plot([cell["loss_low"], cell["loss_high"]], [place, place], color=colour, alpha=0.5, linewidth=1.5)
-                (handles[method],) = axes.plot(
-                    cell["loss"], place, marker, color=colour, markersize=5, linestyle="none"
-                )
-        axes.axvline(0, color="0.4", linewidth=1)
-        axes.set(title=f"{length:,} tokens", xlabel="points lost against dense", xlim=(lowest - 5, 105))
-        axes.grid(alpha=0.3, axis="x")
-        for place in range(len(names) - 1):
-            axes.axhline(place + 0.5, color="0.85", linewidth=0.8)
-    labels = [f"{task}\n(question read {WAYS[way]})" for task, way in names]
-    panels[0][0].set(yticks=range(len(names)), yticklabels=labels, ylim=(len(names) - 0.5, -0.5))
-    figure.legend(
-        [handles[method] for method in run.methods if method in handles],
-        [title(method) for method in run.methods if method in handles],
-        loc="outside lower center",
-        ncols=4,
-        fontsize=8,
-    )
+    handles: dict[str, Any] = {}
+    parts = upper.subfigures(1, len(columns), squeeze=False)[0]
+    for part, column, height in zip(parts, columns, heights, strict=True):
+        ratios = [TITLE_ROWS + len(rows[length]) for length in column]
+        ratios += [max(heights) - height] * (height < max(heights))
+        panels = part.subplots(len(ratios), 1, height_ratios=ratios, squeeze=False)[:, 0]
+        for axes, length in zip(panels, column, strict=False):
+            here = [cell for cell in cells if cell["length"] == length]
+            handles |= _losses(axes, here, rows[length], [method for method in run.methods if _has(here, method)])
+            axes.set_title(f"{length:,} tokens", fontsize=14)
+            axes.set(xlim=(lowest - 5, 105), xticks=[tick for tick in range(-100, 101, 25) if tick >= lowest - 5])
+        for axes in panels[len(column) :]:
+            axes.set_visible(False)
+        panels[len(column) - 1].set_xlabel("points lost against dense", fontsize=12)
+    named = [method for method in run.methods if method in handles]
+    lower.legend([handles[method] for method in named], list(map(title, named)), loc="center", ncols=3, fontsize=12)
     figure.suptitle(
-        "Loss by task, budget 1/8 of the context (tasks that the dense model fails are left out)", fontsize=11
+        "Loss by task at a budget of 1/8 of the context; the question was read exactly or sparsely\n"
+        "(tasks that the dense model fails are left out)",
+        fontsize=14,
     )
     return _save(figure, path)
+
+
+def _two_columns(rows: dict[int, int]) -> list[list[int]]:
+    """Lengths in order, in one column or in two whose sums of rows are as even as can be."""
+    lengths = list(rows)
+    if len(lengths) == 1:
+        return [lengths]
+
+    def taller(cut: int) -> float:
+        return max(sum(TITLE_ROWS + rows[length] for length in part) for part in (lengths[:cut], lengths[cut:]))
+
+    cut = min(range(1, len(lengths)), key=taller)
+    return [lengths[:cut], lengths[cut:]]
+
+
+def _has(cells: list[dict[str, Any]], method: str) -> bool:
+    return any(cell["method"] == method for cell in cells)
+
+
+def _losses(axes: Any, cells: list[dict[str, Any]], names: list[tuple[str, str]], methods: list[str]) -> dict[str, Any]:
+    """One panel of `tasks`; returns a mark of each method for the legend."""
+    handles = {}
+    for number, method in enumerate(methods):
+        colour, marker = STYLES[method]
+        shift = (number - (len(methods) - 1) / 2) * 0.8 / len(methods)
+        for cell in cells:
+            if cell["method"] != method:
+                continue
+            place = names.index((cell["task"], cell["way"])) + shift
+            axes.plot([cell["loss_low"], cell["loss_high"]], [place, place], color=colour, alpha=0.5, linewidth=2)
+            (handles[method],) = axes.plot(cell["loss"], place, marker, color=colour, markersize=7, linestyle="none")
+    axes.axvline(0, color="0.4", linewidth=1)
+    axes.grid(alpha=0.3, axis="x")
+    for place in range(len(names) - 1):
+        axes.axhline(place + 0.5, color="0.85", linewidth=0.8)
+    labels = [f"{task}, {WAYS[way]}" for task, way in names]
+    axes.set(yticks=range(len(names)), yticklabels=labels, ylim=(len(names) - 0.5, -0.5))
+    axes.tick_params(labelsize=12)
+    return handles
 
 
 def needles(run: Run, path: Path) -> bool:
@@ -173,55 +203,54 @@ def needles(run: Run, path: Path) -> bool:
 
 
 def budgets(run: Run, path: Path) -> bool:
-    """Needles found by budget: a row of panels per length that has several budgets, a column per way of asking."""
-    points: dict[tuple[int, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    dense: dict[tuple[int, str], list[float]] = defaultdict(list)
+    """Needles found by budget, both ways of asking together: a panel per length that has at least two budgets."""
+    points: dict[tuple[int, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    dense: dict[int, list[float]] = defaultdict(list)
     for prediction in run.predictions:
         if prediction.task == "needle" and prediction.budget is not None:
-            cell = prediction.length, prediction.way, prediction.method
-            points[cell][prediction.budget].append(metrics.score_of(prediction))
+            points[prediction.length, prediction.method][prediction.budget].append(metrics.score_of(prediction))
         elif prediction.task == "needle":
-            dense[prediction.length, prediction.way].append(metrics.score_of(prediction))
-    lengths = sorted({cell[0] for cell, budgets in points.items() if len(budgets) > 1})
+            dense[prediction.length].append(metrics.score_of(prediction))
+    points = {cell: found for cell, found in points.items() if len(found) > 1}
+    lengths = sorted({length for length, _ in points})
     if not lengths:
         return False
     figure, panels = pyplot.subplots(
-        len(lengths), 2, figsize=(10.5, 0.8 + 3.4 * len(lengths)), sharey=True, squeeze=False, layout="constrained"
+        1, len(lengths), figsize=(1.5 + 4.5 * len(lengths), 5.2), sharey=True, squeeze=False, layout="constrained"
     )
     handles = {}
-    for row, length in zip(panels, lengths, strict=True):
-        ticks = sorted({budget for cell, budgets in points.items() if cell[0] == length for budget in budgets})
-        for axes, (way, words) in zip(row, WAYS.items(), strict=True):
-            for number, method in enumerate(run.methods):
-                found = sorted(points.get((length, way, method), {}).items())
-                if len(found) < 2:
-                    continue
-                colour, marker = STYLES[method]
-                # lines that lie on each other show as bands: earlier ones are wider
-                width = 1 + 0.55 * (len(run.methods) - 1 - number)
-                (handles[title(method)],) = axes.plot(
-                    [budget for budget, _ in found],
-                    [100 * sum(scores) / len(scores) for _, scores in found],
-                    marker=marker,
-                    markersize=5 + width,
-                    linewidth=width,
-                    color=colour,
-                )
-            if dense.get((length, way)):
-                level = 100 * sum(dense[length, way]) / len(dense[length, way])
-                handles["DynamicCache"] = axes.axhline(level, color="0.4", linestyle="--", linewidth=1)
-            axes.set_xscale("log", base=2)
-            axes.set(xticks=ticks, xticklabels=[str(tick) for tick in ticks], ylim=(-6, 106))
-            axes.minorticks_off()
-            axes.set_title(f"{length:,} tokens, question read {words}", fontsize=10)
-            axes.grid(alpha=0.3)
-    for axes in panels[-1]:
-        axes.set_xlabel("budget, tokens per layer and KV head")
-    for row in panels:
-        row[0].set_ylabel("needles found, %")
-    figure.legend(handles.values(), handles, fontsize=8, loc="outside right center")
-    samples = max(len(scores) for cell, budgets in points.items() if len(budgets) > 1 for scores in budgets.values())
-    figure.suptitle(f"Accuracy against budget, up to {samples} needles a point", fontsize=11)
+    for axes, length in zip(panels[0], lengths, strict=True):
+        ticks = sorted({budget for cell, found in points.items() if cell[0] == length for budget in found})
+        for number, method in enumerate(run.methods):
+            found = sorted(points.get((length, method), {}).items())
+            if not found:
+                continue
+            colour, marker = STYLES[method]
+            # lines that lie on each other show as bands: earlier ones are wider
+            width = 1 + 0.55 * (len(run.methods) - 1 - number)
+            (handles[title(method)],) = axes.plot(
+                [budget for budget, _ in found],
+                [100 * sum(scores) / len(scores) for _, scores in found],
+                marker=marker,
+                markersize=5 + width,
+                linewidth=width,
+                color=colour,
+            )
+        if dense[length]:
+            level = 100 * sum(dense[length]) / len(dense[length])
+            handles["DynamicCache"] = axes.axhline(level, color="0.4", linestyle="--", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set(xticks=ticks, xticklabels=[str(tick) for tick in ticks], ylim=(-6, 106))
+        axes.minorticks_off()
+        axes.set_title(f"{length:,} tokens", fontsize=12)
+        axes.set_xlabel("budget, tokens per layer and KV head", fontsize=11)
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("needles found, %", fontsize=11)
+    figure.legend(
+        handles.values(), handles, fontsize=10, loc="outside lower center", ncols=2 if len(lengths) == 1 else 4
+    )
+    samples = max(len(scores) for found in points.values() for scores in found.values())
+    figure.suptitle(f"Accuracy against budget, up to {samples} needles a point", fontsize=13)
     return _save(figure, path)
 
 
