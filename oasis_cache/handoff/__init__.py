@@ -11,8 +11,8 @@ The decode process starts from the working set, the block index and the newest t
     cache, inputs, peer = handoff.receive("tcp://127.0.0.1:5555", model_config=model.config)
     model.generate(**inputs, past_key_values=cache)
 
-Messages travel by ZeroMQ (`pip install "oasis-cache[handoff]"`), neither encrypted nor authenticated: listen on a network that is
-trusted.
+Messages travel by ZeroMQ (`pip install -e ".[handoff]"`, in a clone), neither encrypted nor authenticated: listen on a network
+that is trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 try:
     import zmq  # noqa: F401 # named here, so that the message says what to install
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError('oasis_cache.handoff needs pyzmq: pip install "oasis-cache[handoff]"') from error
+    raise ModuleNotFoundError('oasis_cache.handoff needs pyzmq: pip install -e ".[handoff]", in a clone') from error
 
 from oasis_cache.cache import OasisCache
 from oasis_cache.config import OasisConfig

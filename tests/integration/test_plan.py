@@ -226,7 +226,16 @@ def test_exit_codes(folder, capsys):
     assert "contradict" in capsys.readouterr().err
     assert main(["plan", str(folder) + "-not", "--context", "10"]) == 2
     assert "no config of a model" in capsys.readouterr().err
-    assert main([*words, "--dtype", "float99"]) == 2
+    for options, said in (
+        (("--dtype", "float99"), "--dtype='float99' must be"),
+        (("--device-memory", "0"), "--device-memory=0 must be an int of at least 1"),
+        (("--host-memory", "0"), "--host-memory=0 must be"),
+        (("--new-tokens", "-1"), "--new-tokens=-1 must be"),
+        (("--hit-rate", "2"), "--hit-rate=2.0 must lie in"),
+        (("--budget", "100"), "--budget=100 must be a multiple of block_size=16"),
+    ):
+        assert main([*words, *options]) == 2
+        assert f"oasis-cache plan: {said}" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         main([*words, "--host-memory", "much"])
     assert stopped.value.code == 2

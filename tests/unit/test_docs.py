@@ -4,11 +4,13 @@ import ast
 import dataclasses
 import inspect
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import oasis_cache
+from oasis_cache.cli import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, DOCS = ROOT / "oasis_cache", ROOT / "docs"
@@ -110,6 +112,19 @@ def test_links_between_pages_and_to_files_lead_somewhere() -> None:
     ]
     assert len(pages) > 10
     assert not broken
+
+
+def test_advice_to_install_is_for_a_clone() -> None:
+    """The package is in no registry: its extras come from a clone, and are those of pyproject.toml."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    places = [*PACKAGE.rglob("*.py"), *DOCS.glob("*.md"), *ROOT.glob("examples/*.py"), ROOT / "README.md"]
+    texts = {path: path.read_text(encoding="utf-8") for path in places}
+    assert [path.name for path, text in texts.items() if re.search(r"pip install[^\n]*oasis-cache", text)] == []
+    named = [name for text in texts.values() for name in re.findall(r"pip install -e\s+[\"']\.\[([^\]]+)\]", text)]
+    named = [name for names in named for name in names.split(",") if name != "{extra}"]
+    asked = re.findall(r"how_to_install\([\"'](\w[\w-]*)[\"']\)", "".join(texts.values()))
+    assert len(named) > 5 and len(asked) > 1
+    assert {*named, *asked, *EXTRAS.values()} <= set(extras)
 
 
 def public_functions() -> Iterator[tuple[str, object]]:
