@@ -16,29 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from common import check_room, in_words, keep_common, load, number, read_text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
-from transformers.utils import logging as transformers_logging
 
 from oasis_cache import OasisCache
 from oasis_cache.cache import cache_argument
-from oasis_cache.packaged import PACKAGED, load_model
-
-
-def keep_common(cache: OasisCache, held: list[int], ids: list[int]) -> int:
-    """Take back what the cache holds beyond the common beginning of both, and return the length of that.
-
-    Args:
-        held: Tokens in the cache.
-        ids: Tokens that it shall hold next; the last one is never kept, because a forward needs a new token.
-    """
-    limit = min(len(held), len(ids) - 1)
-    common = next((number for number in range(limit) if held[number] != ids[number]), limit)
-    try:
-        cache.crop(common - len(held))
-    except RuntimeError:  # windows and recurrent states cannot go back: everything is read again
-        cache.reset()
-        return 0
-    return common
+from oasis_cache.packaged import PACKAGED
 
 
 class Chat:
@@ -53,9 +36,10 @@ class Chat:
 
     def say(self, text: str, new_tokens: int) -> str:
         """One turn: prints the answer as it comes, and returns it."""
-        self.messages.append({"role": "user", "content": text})
-        chat = self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        chat = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = self.tokenizer(chat, add_special_tokens=False, return_tensors="pt").input_ids.to(self.model.device)
+        check_room(self.model, ids.shape[1], new_tokens)
         kept = keep_common(self.cache, self.held, ids[0].tolist())
         print(f"[{kept:,} tokens kept, {ids.shape[1] - kept:,} fed]")
         output = self.model.generate(
@@ -68,7 +52,7 @@ class Chat:
         )
         self.held = output[0, : self.cache.get_seq_length()].tolist()
         answer = self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
 
@@ -90,19 +74,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--say", action="append", metavar="TEXT", help="a turn; may be given several times")
     parser.add_argument("--model", default=PACKAGED, help="folder or hub name (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--budget", type=int, default=512, help="tokens that a step reads (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="most tokens of an answer (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--new-tokens", type=number(1), default=128, help="most tokens of an answer (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="default: a GPU if there is one")
     options = parser.parse_args(arguments)
 
-    transformers_logging.disable_progress_bar()
-    model, tokenizer = load_model(options.model, device=options.device)
-    opening = options.file.read_text(encoding="utf-8").strip() + "\n\n" if options.file else ""
-    with OasisCache(model_config=model.config, budget=options.budget) as cache:
-        chat = Chat(model, tokenizer, cache)
-        for turn in options.say or typed():
-            chat.say(opening + turn, options.new_tokens)
-            opening = ""
-        print(cache)
+    with in_words(parser):
+        opening = read_text(options.file) + "\n\n" if options.file else ""
+        model, tokenizer = load(options.model, options.device)
+        with OasisCache(model_config=model.config, budget=options.budget) as cache:
+            chat = Chat(model, tokenizer, cache)
+            for turn in options.say or typed():
+                chat.say(opening + turn, options.new_tokens)
+                opening = ""
+            print(cache)
     return 0
 
 

@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 
 import torch
+from common import check_room, in_words, load, number, read_text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
-from transformers.utils import logging as transformers_logging
 
 from oasis_cache import OasisCache
 from oasis_cache.cache import cache_argument
 from oasis_cache.demo import prefill
-from oasis_cache.packaged import PACKAGED, load_model
+from oasis_cache.packaged import PACKAGED
 
 DOCUMENT = "<the document>"
 
@@ -36,7 +36,7 @@ def prompt(tokenizer: PreTrainedTokenizerBase, document: str, question: str) -> 
         messages = [{"role": "user", "content": content}]
         content = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     before, after = content.split(DOCUMENT)
-    parts = (before + document.strip(), after)
+    parts = (before + document, after)
     first, second = (tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids for part in parts)
     return first, second
 
@@ -70,30 +70,28 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--model", default=PACKAGED, help="folder or hub name (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--budget", type=int, default=512, help="tokens that a step reads (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="most tokens of the answer (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--new-tokens", type=number(1), default=128, help="most tokens of the answer (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="default: a GPU if there is one")
     options = parser.parse_args(arguments)
 
-    transformers_logging.disable_progress_bar()
-    model, tokenizer = load_model(options.model, device=options.device)
-    document, question = prompt(tokenizer, options.file.read_text(encoding="utf-8"), options.question)
-    ids = torch.cat([document, question], dim=1).to(model.device)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] + options.new_tokens > longest:
-        parser.error(
-            f"{options.file} and the question are {ids.shape[1]:,} tokens, and with --new-tokens {options.new_tokens} more than "
-            f"the model's {longest:,} positions: give a part of the file, or a --model for longer texts"
-        )
-    with read(model, document.to(model.device), options) as cache:
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            max_new_tokens=options.new_tokens,
-            do_sample=False,
-            **cache_argument(model, cache),
-        )
-        print(f"\n{cache}")
+    with in_words(parser):
+        text = read_text(options.file)
+        model, tokenizer = load(options.model, options.device)
+        document, question = prompt(tokenizer, text, options.question)
+        ids = torch.cat([document, question], dim=1).to(model.device)
+        check_room(model, ids.shape[1], options.new_tokens)
+        with read(model, document.to(model.device), options) as cache:
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                max_new_tokens=options.new_tokens,
+                do_sample=False,
+                **cache_argument(model, cache),
+            )
+            print(f"\n{cache}")
     return 0
 
 

@@ -16,14 +16,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from common import check_room, in_words, load, number, read_text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from oasis_cache import OasisCache
 from oasis_cache.demo import generate, prefill
 from oasis_cache.display import in_bytes
 from oasis_cache.haystack import NEEDLE, QUESTION, TASK, take_sentences
-from oasis_cache.packaged import PACKAGED, load_model
+from oasis_cache.packaged import PACKAGED
 
 NUMBERS = {"harbor": "4815162", "violin": "2718281", "glacier": "1618033"}
 DOCUMENT = "<the document>"
@@ -32,8 +32,8 @@ DOCUMENT = "<the document>"
 def hidden_numbers(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[str, list[str]]:
     """A text of about so many tokens with `NUMBERS` in it, and a question for each."""
     sentences = take_sentences(tokens, tokenizer, start=3000)
-    for place, (key, number) in zip((0.2, 0.5, 0.8), NUMBERS.items(), strict=True):
-        sentences.insert(int(place * len(sentences)), NEEDLE.format(key=key, number=number))
+    for place, (key, value) in zip((0.2, 0.5, 0.8), NUMBERS.items(), strict=True):
+        sentences.insert(int(place * len(sentences)), NEEDLE.format(key=key, number=value))
     return " ".join((TASK.strip(), *sentences)), [QUESTION.format(key=key).strip() for key in NUMBERS]
 
 
@@ -60,14 +60,15 @@ def answer_all(
     options: argparse.Namespace,
 ) -> None:
     prefix = encode(tokenizer, chat(tokenizer, "")[0] + document).to(model.device)
+    endings = [encode(tokenizer, chat(tokenizer, question)[1]).to(model.device) for question in questions]
+    check_room(model, prefix.shape[1] + max(ending.shape[1] for ending in endings), options.new_tokens)
     with OasisCache(model_config=model.config, budget=options.budget) as shared, ExitStack() as copies:
         prefill(model, prefix, shared)
         alone = shared.stats()
         print(f"{prefix.shape[1]:,} tokens read once: {in_bytes(alone.host_bytes_reserved)} of host memory\n")
-        for question in questions:
+        for question, ending in zip(questions, endings, strict=True):
             branch = copies.enter_context(copy.deepcopy(shared))
-            ids = torch.cat([prefix, encode(tokenizer, chat(tokenizer, question)[1]).to(model.device)], dim=1)
-            new = generate(model, ids, branch, options.new_tokens)
+            new = generate(model, torch.cat([prefix, ending], dim=1), branch, options.new_tokens)
             print(f"{question}\n  {tokenizer.decode(new, skip_special_tokens=True).strip()}")
         together = shared.stats().host_bytes_reserved  # copies share the account of host memory
         more = (together - alone.host_bytes_reserved) / len(questions)
@@ -82,22 +83,25 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", type=Path, help="a text, UTF-8 (default: prose with numbers hidden in it)")
     parser.add_argument("--ask", action="append", metavar="QUESTION", help="may be given several times; with --file")
-    parser.add_argument("--context", type=int, default=2000, help="tokens of the default text (default: %(default)s)")
+    parser.add_argument(
+        "--context", type=number(1), default=2000, help="tokens of the default text (default: %(default)s)"
+    )
     parser.add_argument("--model", default=PACKAGED, help="folder or hub name (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--budget", type=int, default=512, help="tokens that a step reads (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=32, help="most tokens of an answer (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--new-tokens", type=number(1), default=32, help="most tokens of an answer (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="default: a GPU if there is one")
     options = parser.parse_args(arguments)
     if bool(options.file) != bool(options.ask):
         parser.error("--file and --ask belong together: a text, and questions about it")
 
-    transformers_logging.disable_progress_bar()
-    model, tokenizer = load_model(options.model, device=options.device)
-    if options.file:
-        document, questions = options.file.read_text(encoding="utf-8").strip(), options.ask
-    else:
-        document, questions = hidden_numbers(tokenizer, options.context)
-    answer_all(model, tokenizer, document, questions, options)
+    with in_words(parser):
+        document, questions = (read_text(options.file), options.ask) if options.file else ("", [])
+        model, tokenizer = load(options.model, options.device)
+        if not questions:
+            document, questions = hidden_numbers(tokenizer, options.context)
+        answer_all(model, tokenizer, document, questions, options)
     return 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -147,6 +149,26 @@ SAID = [{"role": "user", "content": "Hello."}]
             "model_not_found",
         ),
         (400, None, "must be a JSON object, sent with Content-Type: application/json", None),
+        (400, [], "must be a JSON object, sent with Content-Type: application/json", None),
+        (400, {"messages": ["hi"]}, "messages.0: Input should be a valid dictionary", None),
+        (400, {"messages": None}, "messages: Input should be a valid list", None),
+        (400, {}, "messages: Field required", None),
+        (400, {"messages": [{"role": "user"}]}, "messages.0.content: Field required", None),
+        (
+            400,
+            {"messages": [{"role": "user", "content": None}]},
+            "messages.0.content: Input should be a valid string or: Input should be a valid list",
+            None,
+        ),
+        (400, {"messages": SAID, "stop": [None]}, "stop.0: Input should be a valid string", None),
+        (
+            400,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.type: Input should be 'text'",
+            None,
+        ),
+        (400, {"messages": SAID, "seed": 1 << 70}, "seed: ", None),
+        (400, {"messages": SAID, "seed": -(1 << 63) - 1}, "seed: Input should be greater than or equal", None),
     ],
 )
 def test_refuses_as_clients_expect_it(client, status, body, message, code):
@@ -154,6 +176,77 @@ def test_refuses_as_clients_expect_it(client, status, body, message, code):
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
     assert message in error["message"]
+
+
+def test_takes_null_for_what_is_not_set(client):
+    nothing = dict.fromkeys(("model", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream", "n"))
+    body = client.post(PATH, json={"messages": SAID, "max_tokens": 2, **nothing}).json()
+    assert body["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("seed", [-(1 << 63), (1 << 63) - 1])
+def test_takes_seeds_of_64_bits(client, seed):
+    asked = {"messages": SAID, "temperature": 1.0, "seed": seed, "max_tokens": 1}
+    assert client.post(PATH, json=asked).status_code == 200
+
+
+def test_refuses_a_body_without_end(server, engine):
+    """By its bytes, not by what it says of them: a body in chunks has no length before it ends."""
+    chunks = iter([b" " * 600] * 3)
+    with TestClient(server.build_app(engine, NAME, most_bytes=1000)) as client:
+        response = client.post(PATH, content=chunks, headers={"Content-Type": "application/json"})
+        assert response.status_code == 413
+        assert "the body exceeds 1,000 bytes" in response.json()["error"]["message"]
+        assert client.post(PATH, json={"messages": SAID, "max_tokens": 1}).status_code == 200
+
+
+def test_reading_a_long_text_does_not_stop_others(server, engine, monkeypatch):
+    """While one request's text becomes tokens, /health answers, and the request counts as one that waits."""
+    begun, go_on, encode = threading.Event(), threading.Event(), engine._encode
+
+    def slow(request):
+        begun.set()
+        assert go_on.wait(60)
+        return encode(request)
+
+    monkeypatch.setattr(engine, "_encode", slow)
+    with TestClient(server.build_app(engine, NAME, queue=1)) as client, ThreadPoolExecutor(1) as others:
+        first = others.submit(client.post, PATH, json={"messages": SAID, "max_tokens": 1})
+        try:
+            assert begun.wait(60)
+            assert client.get("/health").json() == {"status": "ok", "requests": 1}
+            assert client.post(PATH, json={"messages": SAID}).status_code == 503
+        finally:
+            go_on.set()
+        assert first.result(60).status_code == 200
+        assert client.get("/health").json()["requests"] == 0
+
+
+def test_what_is_refused_does_not_stay_in_the_queue(client, engine):
+    for _ in range(3):
+        assert client.post(PATH, json={"messages": SAID, "max_tokens": 9000}).status_code == 400
+    assert not engine.jobs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "foo"], "dtype='foo' must be a floating point type"),
+        (["--budget", "100"], "budget=100 must be a multiple of block_size=16"),
+        (["--queue", "0"], "argument --queue: 0 must be at least 1"),
+        (["--queue", "many"], "argument --queue: invalid number value: 'many'"),
+        (["--port", "70000"], "argument --port: 70000 must be at least 1 and at most 65535"),
+        (["--max-host-memory", "much"], "argument --max-host-memory: 'much' is no size"),
+        (["--model", "./no-such-folder"], "model='./no-such-folder' cannot be loaded: there is no such folder"),
+        (["--device", "nowhere"], "device='nowhere' cannot be used here"),
+    ],
+)
+def test_wrong_options_end_in_a_line(server, arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        server.main(arguments)
+    assert ended.value.code == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert message in last
 
 
 def test_refuses_other_paths_as_json(client):
@@ -197,20 +290,25 @@ def test_a_failure_is_an_error_of_one_request(server, engine, monkeypatch):
 
 def test_a_client_that_goes_away_ends_its_generation(server, engine):
     request = server.ChatRequest(messages=SAID)
-    ids = engine.encode(request.messages)
+
+    async def admitted(new_tokens: int):
+        job = engine.admit(request, most=2)
+        await engine.encode(job)
+        job.new_tokens = new_tokens
+        return job
 
     async def leave_and_come_back() -> list:
-        pieces = engine.answer(request, ids, 5000)
+        pieces = engine.answer(await admitted(5000))
         assert isinstance(await anext(pieces), str)
         await pieces.aclose()
         async with asyncio.timeout(300):
             while engine.jobs:
                 await asyncio.sleep(0.05)
-        return [piece async for piece in engine.answer(request, ids, 4)]
+        return [piece async for piece in engine.answer(await admitted(4))]
 
     try:
         *texts, outcome = asyncio.run(leave_and_come_back())
         assert "".join(texts)
-        assert (outcome.new_tokens, outcome.cached_tokens) == (4, len(ids) - 1)
+        assert (outcome.new_tokens, outcome.cached_tokens) == (4, outcome.prompt_tokens - 1)
     finally:
         engine.close()

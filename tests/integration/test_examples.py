@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -33,12 +33,9 @@ def run(launcher: list[str], name: str, out: Path, *arguments: str) -> tuple[str
 
 def example(name: str) -> ModuleType:
     """An example as a module, to run it in this process."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up what their annotations name
-    spec.loader.exec_module(module)
-    return module
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))  # as Python does when it runs one: they import what they share from there
+    return importlib.import_module(name)
 
 
 NUMBER = "7306214"
@@ -120,7 +117,51 @@ def test_long_document_qa_says_what_to_do_about_a_long_file(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         example("long_document_qa").main([str(path), "What?"])
     assert ended.value.code == 2
-    assert "more than the model's 8,192 positions: give a part of the file" in " ".join(capsys.readouterr().err.split())
+    assert "more than the model's 8,192 positions: give a part of the text" in capsys.readouterr().err
+
+
+LONG = "word " * 8200
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("chat", ["--say", LONG], "a prompt of 8,2"),
+        (
+            "chat",
+            ["--file", "/nonexistent.txt"],
+            "/nonexistent.txt cannot be read as a text in UTF-8: [Errno 2] No such file",
+        ),
+        ("chat", ["--say", "hi", "--budget", "100"], "budget=100 must be a multiple"),
+        ("chat", ["--say", "hi", "--new-tokens", "0"], "argument --new-tokens: 0 must be at least 1"),
+        ("shared_prefix", ["--context", "9000"], "is more than the model's 8,192 positions: give a part"),
+        ("shared_prefix", ["--file", "/nonexistent.txt", "--ask", "?"], "/nonexistent.txt cannot be read as a text"),
+        ("shared_prefix", ["--device", "nowhere"], "device='nowhere' cannot be used here"),
+        ("long_document_qa", ["/nonexistent.txt", "?"], "/nonexistent.txt cannot be read as a text"),
+        ("long_document_qa", [str(EXAMPLES), "?"], "cannot be read as a text in UTF-8: [Errno 21] Is a directory"),
+        ("chat", ["--model", "./no-such-folder"], "model='./no-such-folder' cannot be loaded: there is no such folder"),
+    ],
+)
+def test_wrong_options_end_in_a_line(name, arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        example(name).main(arguments)
+    assert ended.value.code == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert message in last
+
+
+def test_a_chat_that_has_grown_too_long_keeps_what_was_said(capsys):
+    """A turn that the model has no positions for is refused before it becomes a part of the conversation."""
+    chat, (model, tokenizer) = example("chat"), load_model()
+    with OasisCache(model_config=model.config) as cache:
+        talk = chat.Chat(model, tokenizer, cache)
+        talk.say("Name a river.", 4)
+        before = list(talk.messages)
+        with pytest.raises(ValueError, match="positions"):
+            talk.say(LONG, 4)
+        assert talk.messages == before
+        talk.say("Thank you.", 4)
+    assert "tokens kept" in capsys.readouterr().out
 
 
 def test_chat_feeds_what_is_new(document, capsys):
