@@ -1,10 +1,14 @@
 """oasis_cache: run contexts whose KV cache does not fit the accelerator, from one argument of `generate`."""
 
-from oasis_cache.attention import uninstall
-from oasis_cache.cache import OasisCache
-from oasis_cache.config import OasisConfig
-from oasis_cache.runtime import OasisWarning
-from oasis_cache.stats import LayerStats, OasisStats, StepTrace
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oasis_cache.attention import uninstall
+    from oasis_cache.cache import OasisCache
+    from oasis_cache.config import OasisConfig
+    from oasis_cache.runtime import OasisWarning
+    from oasis_cache.stats import LayerStats, OasisStats, StepTrace
 
 __version__ = "0.1.0"
 
@@ -18,3 +22,26 @@ __all__ = [
     "__version__",
     "uninstall",
 ]
+
+# Imported when they are first asked for: the command line need not wait for PyTorch and transformers to say what it can do.
+_MODULES = {
+    "LayerStats": "stats",
+    "OasisCache": "cache",
+    "OasisConfig": "config",
+    "OasisStats": "stats",
+    "OasisWarning": "runtime",
+    "StepTrace": "stats",
+    "uninstall": "attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -133,9 +133,13 @@ def test_without_a_command_it_lists_them(capsys):
         assert words in err
 
 
-def test_module_runs_as_a_program():
-    command = [sys.executable, "-m", "oasis_cache.cli", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"oasis-cache {__version__}\n"
+def test_module_runs_as_a_program_and_imports_what_it_needs():
+    command = [sys.executable, "-X", "importtime", "-m", "oasis_cache.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"oasis-cache {__version__}\n"
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "oasis_cache.config" in imported
+    assert not {"torch", "transformers"} & imported, "seconds for a line of text"
 
 
 def test_chunked_prefill_reports_every_token_and_changes_no_answer():
