@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def answer(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=PACKAGED, help="folder or hub name (default: %(default)s)")
     parser.add_argument("--context", type=int, default=2000, help="tokens of the longest prompt (default: %(default)s)")
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=4, help="guesses per forward (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=32, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="also write a report there")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     transformers_logging.disable_progress_bar()
     report = answer(options)
     for each in report["answers"]:
@@ -82,7 +83,8 @@ def main() -> None:
     )
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

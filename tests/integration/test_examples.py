@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(launcher: list[str], name: str, out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """Run an example; returns what it printed and its report."""
+    """Run an example in processes of its own; returns what it printed and its report."""
     command = [sys.executable, *launcher, str(EXAMPLES / name), *arguments, "--json", str(out)]
     here = {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **here})
@@ -36,6 +36,12 @@ def example(name: str) -> ModuleType:
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))  # as Python does when it runs one: they import what they share from there
     return importlib.import_module(name)
+
+
+def run_here(name: str, out: Path, capsys: pytest.CaptureFixture, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Run an example in this process; returns what it printed and its report."""
+    assert example(name).main([*arguments, "--json", str(out)]) == 0
+    return capsys.readouterr().out, json.loads(out.read_text())
 
 
 NUMBER = "7306214"
@@ -73,19 +79,20 @@ def test_accelerate_data_parallel(tmp_path):
     assert "3 of 3 numbers found by 2 processes" in printed
 
 
-def test_handoff(tmp_path):
+def test_handoff(tmp_path, capsys):
+    """The decode process is this one; it starts the prefill process."""
     pytest.importorskip("zmq", reason="of the `handoff` extra, which the `test` extra has")
     arguments = ["--context", "500", "--budget", "256", "--new-tokens", "6"]
-    printed, report = run([], "handoff.py", tmp_path / "out.json", *arguments)
+    printed, report = run_here("handoff", tmp_path / "out.json", capsys, *arguments)
     assert report["equal_to_one_process"]
     assert "Tokens equal to those of one process: True" in printed
     assert 0 < report["admitted_bytes"] < report["dense_bytes"]
     assert 0 < report["pages_at_first"] + report["pages_later"] <= report["pages"]
 
 
-def test_lookahead_batch(tmp_path):
+def test_lookahead_batch(tmp_path, capsys):
     arguments = ["--context", "600", "--questions", "2", "--budget", "256", "--new-tokens", "16"]
-    printed, report = run([], "lookahead_batch.py", tmp_path / "out.json", *arguments)
+    printed, report = run_here("lookahead_batch", tmp_path / "out.json", capsys, *arguments)
     assert report["found"] == 2
     assert "2 of 2 numbers found" in printed
     assert report["sparse_steps"] > 0
