@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,7 +182,9 @@ def test_wrong_options_are_named(options, message):
 
 
 @pytest.mark.slow
-def test_the_command_runs_ruler_offline(tmp_path):
+def test_the_command_runs_ruler_offline(tmp_path, monkeypatch):
+    of_ruler = {"include_path": Path(lm_eval.tasks.__file__).parent / "ruler", "include_defaults": False}
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **options: TaskManager(**{**options, **of_ruler}))
     folder = tmp_path / "model"
     models.build("llama-deep").save_pretrained(folder)
     by_character(chat=False).save_pretrained(folder)
