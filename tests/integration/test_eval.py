@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 
 import pytest
 
 from eval import report
+from eval.bench import filling
 from eval.bench.__main__ import main as bench
 from eval.quality import assisted, prediction
 
@@ -18,37 +20,38 @@ def test_pages_are_those_of_the_results():
 
 
 @pytest.mark.slow
-def test_prediction_on_a_short_text(tmp_path):
+def test_prediction_on_a_short_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(prediction, "SETTINGS", ((0.05, 1.0), (None, 1.0), (0.01, 1.0)))
     out = tmp_path / "prediction.json"
-    assert (
-        prediction.main(["--lengths", "600", "--steps", "4", "--budget", "256", "--settings", "4", "--out", str(out)])
-        == 0
-    )
+    arguments = ["--lengths", "600", "--steps", "4", "--budget", "256", "--settings", "2", "--out", str(out)]
+    assert prediction.main(arguments) == 0
     results = json.loads(out.read_text())
     ranking = {(r["index"], r["predictor"], r["chosen_blocks"]): r for r in results["ranking"]}
     own = {name: ranking[name, "own query", 16]["mass"] for name in prediction.INDEXES}
     assert own["exact"] >= own["int2"] > own["minmax"]
     residency = {(r["drafter"], r["max_fetch"], r["spare"]): r for r in results["residency"]}
-    assert len(residency) == 6 * 4
+    assert len(residency) == 6 * 2
     right, none = (residency[name, 0.05, 12]["hit_rate"] for name in ("the text, 1", "none"))
     assert 1 >= right > none > 0.5
     assert residency["the text, 1", None, 12]["hit_rate"] > right
 
 
 @pytest.mark.slow
-def test_assisted_generation_on_a_short_text(tmp_path):
+def test_assisted_generation_on_a_short_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(assisted, "DEPTHS", (0.1, 0.9))
     out = tmp_path / "assisted.json"
-    arguments = ["--length", "500", "--budget", "256", "--new-tokens", "10", "--out", str(out)]
+    arguments = ["--length", "300", "--budget", "128", "--new-tokens", "10", "--out", str(out)]
     assert assisted.main(arguments) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert {row["way"] for row in rows} == set(assisted.WAYS)
+    assert {(row["way"], row["depth"]) for row in rows} == set(itertools.product(assisted.WAYS, (0.1, 0.9)))
     assert all(row["found"] for row in rows)
-    assert all(row["tokens_read_max"] == 256 for row in rows if "dense" not in row["way"])
+    assert all(row["tokens_read_max"] == 128 for row in rows if "dense" not in row["way"])
     assert all(row["equal"] == 10 for row in rows if row["way"] in ("plain", "plain, dense"))
 
 
 @pytest.mark.slow
-def test_bench_writes_rows_that_can_be_told_apart(tmp_path, capsys):
+def test_bench_writes_rows_that_can_be_told_apart(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(filling, "SEED_TOKENS", 1024)  # read by the model; the case's context needs no more
     ledger = tmp_path / "ledger.csv"
     names = ["OasisCache", "DynamicCache", "StaticCache", "Quest"]
     arguments = ["--cases", "step-1024-float32", "--rounds", "2", "--providers", ",".join(names)]
