@@ -1,9 +1,9 @@
 """What holds for all tests: no network, hypothesis profiles, and which tests run where."""
 
+import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported, which torch itself does not do
 
 from hypothesis import HealthCheck, settings
+
+from tests.tracing import untraced
 
 INTEGRATION = Path(__file__).parent / "integration"
 
@@ -43,14 +45,4 @@ def _untraced_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = sys.modules.get("oasis_cache.kernels.triton_ops.launch")
     if launch is None or sys.gettrace() is None:
         return
-    start = launch.start
-
-    def untraced(*arguments: Any) -> None:
-        trace = sys.gettrace()
-        sys.settrace(None)
-        try:
-            start(*arguments)
-        finally:
-            sys.settrace(trace)
-
-    monkeypatch.setattr(launch, "start", untraced)
+    monkeypatch.setattr(launch, "start", functools.partial(untraced, launch.start))
