@@ -16,8 +16,8 @@ from oasis_cache.haystack import hide_number
 pytestmark = pytest.mark.slow
 
 NUM_DEPTHS = 5
-# 4,096 tokens at two depths only, for time; `make needle` tries all.
-SAMPLES = [(length, sample) for length in (1024, 2048) for sample in range(NUM_DEPTHS)] + [(4096, 1), (4096, 4)]
+# 4,096 tokens take half a minute, and what is run does not depend on the length: fewer depths of more; `make needle` tries all.
+SAMPLES = [(1024, sample) for sample in range(NUM_DEPTHS)] + [(2048, 0), (2048, 2), (2048, 4), (4096, 1)]
 METHODS = [*needle.methods_of(["int2"], [512]), Method("int2", 128, "answer")]
 
 
@@ -61,8 +61,8 @@ def test_number_is_not_found_without_retrieval(length, sample):
 
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_small_budget_finds_most(length):
-    results = [results_of(length, sample)["int2", 128, "answer"] for sample in range(NUM_DEPTHS)]
-    assert sum(result.found for result in results) >= 4
+    results = [results_of(*each)["int2", 128, "answer"] for each in SAMPLES if each[0] == length]
+    assert sum(result.found for result in results) >= 0.8 * len(results)
     assert max(result.tokens_read_max for result in results) <= 128
 
 
