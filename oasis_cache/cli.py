@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from oasis_cache import __version__
 from oasis_cache.config import INDEX_NAMES, TIER_DTYPES
 from oasis_cache.reports import STDOUT, how_to_install
@@ -139,10 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(parsed, f"{error}{advice}", status=2)
     except (MemoryError, OSError) as error:
         return _say(parsed, str(error), status=1)
-    except torch.OutOfMemoryError as error:
-        return _say(parsed, f"the device has not enough memory: {error}", status=1)
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:
+        import torch  # here, because what needs no PyTorch need not wait for it
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        return _say(parsed, f"the device has not enough memory: {error}", status=1)
 
 
 def _say(parsed: argparse.Namespace, message: str, status: int) -> int:

@@ -164,6 +164,15 @@ def test_failures_have_a_status_and_words(error, status, words, monkeypatch, cap
     assert words in capsys.readouterr().err
 
 
+def test_a_failure_of_the_code_is_not_put_into_words(monkeypatch):
+    def fail(json_file: str | None) -> int:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(doctor, "run_doctor", fail)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        main(["doctor"])
+
+
 def test_the_measurements_are_found_from_anywhere(monkeypatch):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(measure.ROOT))])
     assert measure.tool("eval.quality.suites").SUITES
