@@ -117,27 +117,22 @@ def attend_streamed(
     """
     shape, rows = layer.shape, query.shape[2]
     assert shape is not None
-    batch, query_heads = query.shape[:2]
-    kv_heads = shape.kv_heads if expand is None else query_heads
-    queries = query.reshape(batch, kv_heads, -1, query.shape[3])  # group * rows
-    group, total = query_heads // kv_heads, layer.get_seq_length()
-    parts, position = [], 0
+    total, parts, position = layer.get_seq_length(), [], 0
     for kv in layer.pieces():
         stop = position + kv.shape[2]
-        columns = mask.columns(position, stop, kv_heads)
-        if columns is None and mask.causal and stop > total - rows:
-            columns = reference.causal_rows(rows, total, kv.device)[None, None, :, position:stop]
-        if columns is not None and columns.shape[2] == rows and group > 1 and not mask.per_head:
-            columns = columns.repeat(1, 1, group, 1)
+        columns = mask.columns(position, stop)
+        diagonal = total - rows - position if mask.causal else None
         keys, values = kv[..., : shape.key_dim], kv[..., shape.key_dim :]
         if expand is not None:
             keys, values = expand(keys, values)
-        parts.append(kernels.attention(queries, keys, values, scaling, columns, softcap))
+        group = query.shape[1] // keys.shape[1]
+        if group > 1:
+            keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        parts.append(kernels.attention(query, keys, values, scaling, columns, softcap, diagonal))
         if len(parts) == 2:
             parts = [reference.merge(parts)]
         position = stop
     out, lse = parts[0]
-    out, lse = out.view(batch, query_heads, rows, -1), lse.view(batch, query_heads, rows)
     if sinks is not None:
         out = reference.apply_sinks(out, lse, sinks)
     return out.to(query.dtype)

@@ -51,14 +51,9 @@ class AttentionMask:
         blocks = self.bias[..., : num_blocks * block_size].float().unflatten(-1, (num_blocks, block_size)).mean(-1)
         return blocks.unflatten(1, (kv_heads, -1)).flatten(2, 3) if blocks.shape[1] > 1 else blocks
 
-    def columns(self, start: int, stop: int, kv_heads: int) -> torch.Tensor | None:
-        """Columns start..stop as [batch or 1, kv_heads or 1, group * rows or rows, stop - start], or None."""
-        if self.values is None:
-            return None
-        part = self.values[..., start:stop]
-        if self.per_head:
-            part = part.unflatten(1, (kv_heads, -1)).flatten(2, 3)
-        return part
+    def columns(self, start: int, stop: int) -> torch.Tensor | None:
+        """Columns start..stop of the values, or None."""
+        return None if self.values is None else self.values[..., start:stop]
 
     def gather(self, positions: torch.Tensor, group: int) -> torch.Tensor | None:
         """The mask of single tokens.

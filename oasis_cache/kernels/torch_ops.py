@@ -57,17 +57,116 @@ def attention(
     scaling: float,
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
+    diagonal: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.attention` in bounded memory: the same arguments and results, query rows taken in chunks."""
-    if mask is None and softcap is None and queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, scale=scaling)
-        return out.float(), lse.float()
+    """`reference.attention` in bounded memory, by PyTorch's fused attention where that has a log-sum-exp: the same results.
+
+    Args:
+        queries, keys, values, scaling, mask, softcap: As those of `reference.attention`.
+        diagonal: Without a mask: row r sees the first r + diagonal + 1 tokens only. None: all.
+    """
+    rows, tokens = queries.shape[2], keys.shape[2]
+    if mask is None and diagonal is not None and diagonal < tokens - 1:
+        return _below_diagonal(queries, keys, values, scaling, softcap, diagonal)
+    fused = softcap is None and _has_fused(queries, keys, values)
+    if fused and mask is None:
+        return _fused(queries, keys, values, scaling)
     parts = []
-    for start in range(0, queries.shape[2], QUERY_CHUNK):
-        rows = slice(start, start + QUERY_CHUNK)
-        part = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
-        parts.append(reference.attention(queries[:, :, rows], keys, values, scaling, part, softcap))
+    for start in range(0, rows, QUERY_CHUNK):
+        chunk = slice(start, start + QUERY_CHUNK)
+        part = mask if mask is None or mask.shape[-2] == 1 else mask[..., chunk, :]
+        if fused and part is not None and queries.device.type == "cpu":
+            parts.append(_fused_with_mask(queries[:, :, chunk], keys, values, scaling, part))
+        else:
+            parts.append(reference.attention(queries[:, :, chunk], keys, values, scaling, part, softcap))
     return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+
+
+def _below_diagonal(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    diagonal: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of rows of which each sees a token more than the one before: a causal square, the tokens before it, which all of
+    its rows see, and the rows behind it, which see all tokens."""
+    rows, tokens = queries.shape[2], keys.shape[2]
+    first, start = max(0, -diagonal), max(0, diagonal)  # of the square: its row and its token
+    side = min(rows - first, tokens - start)
+    if side <= 0:
+        out = queries.new_zeros(*queries.shape[:3], values.shape[3], dtype=torch.float32)
+        return out, out.new_full(queries.shape[:3], float("-inf"))
+    inside, behind = slice(first, first + side), slice(first + side, rows)
+    square = queries[:, :, inside], keys[:, :, start : start + side], values[:, :, start : start + side]
+    if softcap is None and _has_fused(*square):
+        parts = [_fused(*square, scaling, causal=True)]
+    else:
+        causal = reference.causal_rows(side, side, queries.device)
+        parts = [attention(*square, scaling, causal, softcap)]
+    if behind.start < rows:
+        parts.append(attention(queries[:, :, behind], keys[:, :, start:], values[:, :, start:], scaling, None, softcap))
+    out, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    if first:
+        out = torch.nn.functional.pad(out, (0, 0, first, 0))
+        lse = torch.nn.functional.pad(lse, (first, 0), value=float("-inf"))
+    if start:
+        before = attention(queries, keys[:, :, :start], values[:, :, :start], scaling, None, softcap)
+        out, lse = reference.merge([before, (out, lse)])
+    return out, lse
+
+
+def _has_fused(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether PyTorch has a fused attention with a log-sum-exp for these: on CPUs, and on NVIDIA GPUs from Ampere on."""
+    dim = keys.shape[-1]
+    if dim != values.shape[-1] or not queries.dtype == keys.dtype == values.dtype:
+        return False
+    if queries.device.type == "cpu":
+        return True
+    return (
+        queries.device.type == "cuda"
+        and queries.dtype in (torch.float16, torch.bfloat16)
+        and dim % 8 == 0
+        and dim <= 256
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(queries.device) >= (8, 0)
+    )
+
+
+def _fused(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` without a mask, or of a square with the causal one."""
+    if queries.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, is_causal=causal, scale=scaling
+        )
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+            queries, keys, values, is_causal=causal, scale=scaling
+        )[:2]
+    return out.float(), lse.float()
+
+
+def _fused_with_mask(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` with a mask, on a CPU."""
+    if mask.dtype == torch.bool and bool(mask.all()):  # most pieces of a padded batch
+        return _fused(queries, keys, values, scaling)
+    added = mask
+    if mask.dtype == torch.bool:
+        added = torch.zeros(mask.shape, dtype=queries.dtype).masked_fill_(~mask, float("-inf"))
+    added = added.to(queries.dtype).expand(*added.shape[:-2], queries.shape[2], keys.shape[2])
+    while added.dim() < 4:
+        added = added.unsqueeze(0)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, attn_mask=added, scale=scaling
+    )
+    if mask.dtype == torch.bool:  # of a row that sees nothing PyTorch's is 0
+        lse = lse.masked_fill(~mask.any(-1), float("-inf"))
+    return out.float(), lse.float()
 
 
 def gather_blocks(

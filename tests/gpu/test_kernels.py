@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oasis_cache.kernels import reference, triton_ops
+from oasis_cache.kernels import reference, torch_ops, triton_ops
 from tests.kernels.comparing import TOLERANCE, relative_error, same
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +40,23 @@ def test_attention(dtype, dims, rows, device):
         assert relative_error(out, want) <= TOLERANCE[dtype]
         assert relative_error(lse, want_lse) <= TOLERANCE[dtype]
         assert relative_error(mass, want_mass) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("diagonal", [None, 1500, 700, -100])
+def test_attention_of_a_chunk(dtype, diagonal, device):
+    rows, tokens, dim = 600, 1500, 128
+    queries, keys, values = (
+        draw(device, BATCH, KV_HEADS, count, dim, dtype=dtype, seed=count) for count in (rows, tokens, tokens)
+    )
+    mask = None
+    if diagonal is not None:
+        mask = torch.arange(tokens, device=device) <= torch.arange(rows, device=device).unsqueeze(-1) + diagonal
+    out, lse = torch_ops.attention(queries, keys, values, dim**-0.5, None, None, diagonal)
+    want, want_lse = reference.attention(queries, keys, values, dim**-0.5, mask)
+    assert relative_error(out, want) <= TOLERANCE[dtype]
+    assert torch.equal(lse.isneginf(), want_lse.isneginf())
+    assert relative_error(lse.nan_to_num(neginf=0.0), want_lse.nan_to_num(neginf=0.0)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

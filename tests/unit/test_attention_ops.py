@@ -65,6 +65,46 @@ def test_rows_that_see_nothing_are_zero_and_merge_to_nothing():
     assert (reference.merge([(out, lse), (out, lse)])[0] == 0).all()
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("value_dim", [8, 6])
+@pytest.mark.parametrize("diagonal", [-9, -4, -2, 0, 3, 30, 37, 39, 60])
+def test_a_diagonal_is_the_causal_mask_that_it_stands_for(diagonal, value_dim, softcap):
+    queries, keys, values = inputs(rows=9, value_dim=value_dim)
+    mask = torch.arange(40) <= torch.arange(9).unsqueeze(-1) + diagonal
+    out, lse = torch_ops.attention(queries, keys, values, 0.4, None, softcap, diagonal)
+    want, want_lse = reference.attention(queries, keys, values, 0.4, mask, softcap)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9, 40), (2, 2, 9, 40), (2, 1, 1, 40), (9, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_attention_is_fused_and_rows_may_see_nothing(shape, dtype, monkeypatch):
+    queries, keys, values = (part.to(dtype) for part in inputs(rows=9))
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[..., 0, :] = False
+    want, want_lse = reference.attention(queries, keys, values, 0.4, mask)
+    monkeypatch.setattr(reference, "attention", None)
+    out, lse = torch_ops.attention(queries, keys, values, 0.4, mask)
+    torch.testing.assert_close(
+        out, want, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-5
+    )
+    torch.testing.assert_close(
+        lse, want_lse, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-5
+    )
+
+
+def test_the_fused_attention_of_gpus_takes_and_gives_what_is_passed():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        queries, keys = (torch.empty(2, 4, tokens, 128, device="cuda", dtype=torch.bfloat16) for tokens in (70, 200))
+        for others, causal in ((keys, False), (queries, True)):
+            out, lse = torch_ops._fused(queries, others, others, 0.1, causal)
+            assert (out.shape, out.dtype, out.device.type) == ((2, 4, 70, 128), torch.float32, "cuda")
+            assert (lse.shape, lse.dtype) == ((2, 4, 70), torch.float32)
+
+
 def test_query_chunks_change_nothing(monkeypatch):
     queries, keys, values = inputs(rows=23)
     mask = torch.rand(2, 2, 23, 40) < 0.8

@@ -76,14 +76,14 @@ def test_gather_and_columns_pick_the_same_tokens(per_head):
     positions = torch.randint(0, TOTAL, (2, KV_HEADS, 6))
     picked = mask.gather(positions, HEADS // KV_HEADS)
     assert picked.shape == (2, KV_HEADS, 2 * ROWS, 6)
-    columns = mask.columns(3, 8, KV_HEADS)
+    columns = mask.columns(3, 8)
     for batch in range(2):
         for head in range(HEADS):
             for row in range(ROWS):
                 source = values[batch, head if per_head else 0, row]
                 where = (head % 2) * ROWS + row
                 assert torch.equal(picked[batch, head // 2, where], source[positions[batch, head // 2]])
-                got = columns[batch, head // 2, where] if per_head else columns[batch, 0, row]
+                got = columns[batch, head if per_head else 0, row]
                 assert torch.equal(got, source[3:8])
 
 
