@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 import torch
-from common import keep_common
+from common import keep_common, positions
 from server_api import ApiError, ChatRequest
 from transformers import (
     PreTrainedModel,
@@ -107,6 +107,9 @@ class Engine:
             raise ValueError("the tokenizer has no chat template: use a model that was tuned for chats")
         self.model, self.tokenizer, self.collector = model, tokenizer, collector
         self.cache = OasisCache(model_config=model.config, **settings)
+        most = positions(model)
+        longest = max(map(len, tokenizer.get_vocab()))
+        self.most_characters = None if most is None else most * longest
         self.held: list[int] = []  # tokens in the cache
         self.jobs: set[int] = set()  # admitted, and not done
         self.closing = threading.Event()
@@ -137,6 +140,16 @@ class Engine:
             raise ApiError(
                 400, f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+        if (
+            self.most_characters is not None and len(chat) > self.most_characters
+        ):  # no need to count tokens for half a minute
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {positions(self.model)} tokens; the messages have {len(chat)} characters, "
+                "which are more tokens in any case",
+                "context_length_exceeded",
+                "messages",
+            )
         return self.tokenizer(chat, add_special_tokens=False).input_ids
 
     async def answer(self, job: Job) -> AsyncIterator[str | Outcome]:

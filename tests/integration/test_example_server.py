@@ -178,6 +178,16 @@ def test_refuses_as_clients_expect_it(client, status, body, message, code):
     assert message in error["message"]
 
 
+def test_a_text_that_cannot_fit_is_not_counted(client, engine, monkeypatch):
+    monkeypatch.setattr(engine, "most_characters", 100)
+    response = client.post(PATH, json={"messages": [{"role": "user", "content": "word " * 25}]})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "characters, which are more tokens in any case" in response.json()["error"]["message"]
+    monkeypatch.undo()
+    assert 8192 < engine.most_characters < 8 << 20
+    assert client.post(PATH, json={"messages": SAID, "max_tokens": 1}).status_code == 200
+
+
 def test_takes_null_for_what_is_not_set(client):
     nothing = dict.fromkeys(("model", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "stream", "n"))
     body = client.post(PATH, json={"messages": SAID, "max_tokens": 2, **nothing}).json()
