@@ -153,7 +153,7 @@ def _losses(axes: Any, cells: list[dict[str, Any]], names: list[tuple[str, str]]
 def needles(run: Run, path: Path) -> bool:
     """The heat map: needles found by depth and length, a panel per method, both ways of asking together."""
     scores: dict[str, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for prediction in run.predictions:
+    for prediction in run.common:
         if prediction.task == "needle" and prediction.share in (HEADLINE, None) and prediction.depth is not None:
             depth = round(5 * prediction.depth)
             scores[prediction.method][prediction.length, depth].append(metrics.score_of(prediction))
@@ -206,7 +206,7 @@ def budgets(run: Run, path: Path) -> bool:
     """Needles found by budget, both ways of asking together: a panel per length that has at least two budgets."""
     points: dict[tuple[int, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     dense: dict[int, list[float]] = defaultdict(list)
-    for prediction in run.predictions:
+    for prediction in run.common:
         if prediction.task == "needle" and prediction.budget is not None:
             points[prediction.length, prediction.method][prediction.budget].append(metrics.score_of(prediction))
         elif prediction.task == "needle":

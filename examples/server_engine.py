@@ -24,6 +24,7 @@ from transformers import (
 
 from oasis_cache import OasisCache, OasisStats
 from oasis_cache.cache import cache_argument
+from oasis_cache.generate import LEAST_TEMPERATURE
 from oasis_cache.monitoring import CacheCollector
 
 
@@ -140,6 +141,8 @@ class Engine:
             raise ApiError(
                 400, f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+        if any(0xD800 <= ord(character) < 0xE000 for character in chat):
+            raise ApiError(400, "the messages hold half of a surrogate pair, which is no text", param="messages")
         if (
             self.most_characters is not None and len(chat) > self.most_characters
         ):  # no need to count tokens for half a minute
@@ -197,7 +200,7 @@ class Engine:
         sender = TextSender(self.tokenizer, request.stops, job.send)
         end = EndsWhen(lambda: sender.stopped or job.cancelled.is_set() or self.closing.is_set())
         sampling: dict[str, Any] = {"do_sample": False}
-        if request.temperature > 0:
+        if request.temperature >= LEAST_TEMPERATURE:  # below, the most likely token is all that is left
             torch.manual_seed(request.seed)
             sampling = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p}
         ids = torch.tensor([job.ids], device=self.model.device)

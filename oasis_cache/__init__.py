@@ -1,6 +1,7 @@
 """oasis_cache: run contexts whose KV cache does not fit the accelerator, from one argument of `generate`."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,12 +36,16 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+if not TYPE_CHECKING:  # a type checker shall not take every name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+            globals()[name] = value
+            return value
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from oasis_cache.cache import OasisCache, cache_argument
 from oasis_cache.demo import pick_device, pick_dtype, prefill, refuse_model
 from oasis_cache.packaged import PACKAGED, load_model
 from oasis_cache.reports import STDOUT, check_report_file, write_report
+
+LEAST_TEMPERATURE = 1e-6  # logits divided by less may leave the range of float32
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,10 @@ def _refuse_early(options: GenerateOptions) -> None:
     """Raise `ValueError` for what would fail only after the model has taken its time."""
     if options.new_tokens < 1:
         raise ValueError(f"new_tokens={options.new_tokens} must be at least 1")
-    if options.temperature < 0:
-        raise ValueError(f"temperature={options.temperature} must not be negative")
+    if options.temperature != 0 and not LEAST_TEMPERATURE <= options.temperature < math.inf:
+        raise ValueError(f"temperature={options.temperature} must be 0, or a number of at least {LEAST_TEMPERATURE}")
+    if any(0xD800 <= ord(character) < 0xE000 for character in options.prompt):
+        raise ValueError("the prompt is no text in UTF-8: is the terminal set to another encoding?")
     try:
         OasisCache(**options.settings).close()
     except OSError as error:

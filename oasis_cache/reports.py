@@ -26,6 +26,8 @@ def check_report_file(json_file: str | None) -> None:
     if json_file is None or json_file == STDOUT:
         return
     path = Path(json_file)
+    if not json_file or path.is_dir():
+        raise ValueError(f"json_file={json_file!r} names no file that could be written")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()

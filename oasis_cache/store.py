@@ -162,7 +162,9 @@ class PageAllocator:
         return self
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # tensors must not be used while the interpreter takes them apart
+        if (
+            sys and not sys.is_finalizing()
+        ):  # tensors must not be used while the interpreter takes them, and `sys`, apart
             for raw in getattr(self, "_raw", {}).values():
                 self.memory.release(raw, self.device)
 
@@ -268,7 +270,7 @@ class HostStore:
         return copy
 
     def __del__(self) -> None:
-        if getattr(self, "num_blocks", 0) and not sys.is_finalizing():
+        if getattr(self, "num_blocks", 0) and sys and not sys.is_finalizing():
             self.truncate(0)
 
     def _table(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,7 +37,8 @@ class Run:
     Attributes:
         summary: Of all predictions; see `metrics.summary`.
         compared: Methods that answered in all tasks that any did: those that averages compare.
-        shared: Summary of the samples that all compared methods answered.
+        common: Predictions of compared methods, and of the dense cache, for the samples that all of them answered.
+        shared: Summary of these.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,15 +56,19 @@ class Run:
         self.summary = metrics.summary(self.predictions)
         held = {prediction.method for prediction in self.predictions}
         self.methods = [name for name in ORDER if name in held and name != "dense"]
+        fails = metrics.failed(self.predictions)
         tasks = {
-            row["method"]: row["tasks"]
-            for row in self.summary["averages"]
-            if row["length"] is None and row["share"] == HEADLINE
+            name: {
+                (each.task, each.length, each.way)
+                for each in self.predictions
+                if (each.method, each.share) == (name, HEADLINE) and (each.task, each.length) not in fails
+            }
+            for name in self.methods
         }
         # A mean over other tasks than the rest's is no comparison.
-        self.compared = [method for method in self.methods if tasks.get(method) == max(tasks.values(), default=0)]
+        self.compared = [name for name in self.methods if tasks[name] == set().union(*tasks.values())]
         self.common = metrics.common(self.predictions, self.compared, HEADLINE)
-        self.shared = metrics.summary(self.common, metrics.failed(self.predictions))
+        self.shared = metrics.summary(self.common, fails)
 
     def describe(self) -> str:
         """One line on what ran where."""
@@ -105,7 +110,7 @@ def _average_rows(run: Run) -> list[tuple[str, dict[int | None, dict[str, Any]]]
 
     listed = [(title(method), by_length(shared, method)) for method in run.compared]
     more = by_length(whole, "oasis")
-    if more and any(row["samples"] > shared[length, "oasis"]["samples"] for length, row in more.items()):
+    if more and any(row["samples"] != shared.get((length, "oasis"), row)["samples"] for length, row in more.items()):
         place = run.compared.index("oasis") + 1
         listed.insert(place, (MORE_SAMPLES, more))
     return listed
@@ -277,7 +282,7 @@ def task_table(run: Run) -> str:
 
 def prose_table(run: Run) -> str:
     """Perplexity of a continuation fed token by token, and its ratio to the dense cache's."""
-    rows = {(row["length"], row["method"]): row for row in run.summary["prose"] if row["share"] in (HEADLINE, None)}
+    rows = {(row["length"], row["method"]): row for row in run.shared["prose"] if row["share"] in (HEADLINE, None)}
     lengths = sorted({length for length, _ in rows})
     lines = [
         "| method | " + " | ".join(f"{length:,} tokens" for length in lengths) + " |",

@@ -301,7 +301,7 @@ def attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.float()
     lse = scores.logsumexp(-1)
     weights = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
     return weights @ values.float(), lse
@@ -375,7 +375,7 @@ def sparse_attention(
     group = queries.shape[2] // rows
     scores = scores.masked_fill(~torch.cat([visible] * group, dim=-2), float("-inf"))
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.float()
     lse = scores.logsumexp(-1)
     weights = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
     if sinks is not None:

@@ -8,7 +8,7 @@ import torch
 
 from oasis_cache.kernels import reference
 
-QUERY_CHUNK = 512  # rows of scores held at a time where no fused attention serves
+QUERY_CHUNK = 128  # rows of scores of every query head held at a time where no fused attention serves
 
 
 def sparse_attention(
@@ -68,17 +68,16 @@ def attention(
     rows, tokens = queries.shape[2], keys.shape[2]
     if mask is None and diagonal is not None and diagonal < tokens - 1:
         return _below_diagonal(queries, keys, values, scaling, softcap, diagonal)
-    fused = softcap is None and _has_fused(queries, keys, values)
-    if fused and mask is None:
-        return _fused(queries, keys, values, scaling)
+    if softcap is None and _has_fused(queries, keys, values):
+        if mask is None:
+            return _fused(queries, keys, values, scaling)
+        if queries.device.type == "cpu":
+            return _fused_with_mask(queries, keys, values, scaling, mask)
     parts = []
     for start in range(0, rows, QUERY_CHUNK):
         chunk = slice(start, start + QUERY_CHUNK)
         part = mask if mask is None or mask.shape[-2] == 1 else mask[..., chunk, :]
-        if fused and part is not None and queries.device.type == "cpu":
-            parts.append(_fused_with_mask(queries[:, :, chunk], keys, values, scaling, part))
-        else:
-            parts.append(reference.attention(queries[:, :, chunk], keys, values, scaling, part, softcap))
+        parts.append(reference.attention(queries[:, :, chunk], keys, values, scaling, part, softcap))
     return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
 
 
@@ -164,9 +163,8 @@ def _fused_with_mask(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         queries, keys, values, attn_mask=added, scale=scaling
     )
-    if mask.dtype == torch.bool:  # of a row that sees nothing PyTorch's is 0
-        lse = lse.masked_fill(~mask.any(-1), float("-inf"))
-    return out.float(), lse.float()
+    # Of a row that sees nothing PyTorch's log-sum-exp is 0.
+    return out.float(), lse.float().masked_fill(added.isneginf().all(-1), float("-inf"))
 
 
 def gather_blocks(

@@ -50,7 +50,7 @@ class TieredStore(HostStore):
         return copy
 
     def __del__(self) -> None:
-        if getattr(self, "num_blocks", 0) and not sys.is_finalizing():
+        if getattr(self, "num_blocks", 0) and sys and not sys.is_finalizing():
             self.truncate(0)
 
     @property

@@ -105,6 +105,8 @@ def test_without_retrieval_the_number_is_not_found(tmp_path, capsys):
         (["--device", "nowhere"], "--device='nowhere' cannot be used here"),
         (["--model", "./no-such-folder"], "--model='./no-such-folder' cannot be loaded"),
         (["--json", "/proc/nowhere/out.json"], "--json='/proc/nowhere/out.json' cannot be written"),
+        (["--json", "docs"], "--json='docs' names no file"),
+        (["--json="], "--json='' names no file"),
     ],
 )
 def test_wrong_options_are_named(arguments, message, capsys):

@@ -133,6 +133,7 @@ SAID = [{"role": "user", "content": "Hello."}]
     ("status", "body", "message", "code"),
     [
         (400, {"messages": SAID, "tools": []}, "tools: this server does not know it", "unsupported"),
+        (400, {"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair", None),
         (400, {"messages": []}, "messages: List should have at least 1 item", None),
         (400, {"messages": SAID, "temperature": 3}, "temperature: Input should be less", None),
         (
@@ -172,7 +173,8 @@ SAID = [{"role": "user", "content": "Hello."}]
     ],
 )
 def test_refuses_as_clients_expect_it(client, status, body, message, code):
-    response = client.post(PATH, content=b"{") if body is None else client.post(PATH, json=body)
+    content = b"{" if body is None else json.dumps(body)
+    response = client.post(PATH, content=content, headers={"Content-Type": "application/json"})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
     assert message in error["message"]

@@ -39,6 +39,22 @@ def taken_for_full_attention(config: OasisConfig, model: Any) -> OasisCache:
     return cache
 
 
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, float("-inf")], ids=["lowest", "infinite"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_chunks_of_texts_that_do_not_see_each_other(hidden, attention):
+    """An additive mask hides whole pieces of the past from some rows, and none of it from others."""
+    model = models.build("llama", attention)
+    ids, text_of = models.prompt(210), torch.arange(210) // 70
+    cache = OasisCache(budget=64, recent_blocks=2, sparse_rows=4, stream_tokens=64, model_config=model.config)
+    complete = dynamic(model)
+    for start, stop in [(0, 100), (100, 155), (155, 210)]:
+        rows = torch.arange(start, stop).unsqueeze(-1)
+        visible = (torch.arange(stop) <= rows) & (text_of[:stop] == text_of[rows])
+        mask = torch.zeros(1, 1, stop - start, stop).masked_fill(~visible, hidden)
+        outs = [models.forward(model, ids[:, start:stop], each, attention_mask=mask) for each in (cache, complete)]
+        assert_close(*outs)
+
+
 @case(58)
 @CONFIGS
 def test_a_chunk_longer_than_the_window(config):

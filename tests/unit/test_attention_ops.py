@@ -77,12 +77,15 @@ def test_a_diagonal_is_the_causal_mask_that_it_stands_for(diagonal, value_dim, s
     torch.testing.assert_close(lse, want_lse)
 
 
+@pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("shape", [(1, 1, 9, 40), (2, 2, 9, 40), (2, 1, 1, 40), (9, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masked_attention_is_fused_and_rows_may_see_nothing(shape, dtype, monkeypatch):
+def test_masked_attention_is_fused_and_rows_may_see_nothing(shape, dtype, kind, monkeypatch):
     queries, keys, values = (part.to(dtype) for part in inputs(rows=9))
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7
     mask[..., 0, :] = False
+    if kind == "additive":
+        mask = torch.zeros(shape, dtype=dtype).masked_fill(~mask, float("-inf"))
     want, want_lse = reference.attention(queries, keys, values, 0.4, mask)
     monkeypatch.setattr(reference, "attention", None)
     out, lse = torch_ops.attention(queries, keys, values, 0.4, mask)
@@ -92,6 +95,15 @@ def test_masked_attention_is_fused_and_rows_may_see_nothing(shape, dtype, monkey
     torch.testing.assert_close(
         lse, want_lse, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-5
     )
+
+
+@pytest.mark.parametrize("function", [reference.attention, torch_ops.attention], ids=["reference", "torch"])
+def test_masks_in_double_precision_are_taken(function):
+    queries, keys, values = (part.double() for part in inputs())
+    mask = torch.randn(2, 1, 5, 40, dtype=torch.float64)
+    for softcap in (None, 2.0):
+        out, _ = function(queries, keys, values, 0.4, mask, softcap)
+        assert relative(out, naive(queries, keys, values, 0.4, mask, softcap)[0]) < 1e-5
 
 
 def test_the_fused_attention_of_gpus_takes_and_gives_what_is_passed():

@@ -21,5 +21,6 @@ def test_public_names_are_those_of_their_modules(name, monkeypatch):
 
 
 def test_a_name_that_is_not_there_is_named():
+    assert oasis_cache.config.OasisConfig is oasis_cache.OasisConfig
     with pytest.raises(AttributeError, match="module 'oasis_cache' has no attribute 'OasisCash'"):
         oasis_cache.OasisCash  # noqa: B018
