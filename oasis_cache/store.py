@@ -162,9 +162,8 @@ class PageAllocator:
         return self
 
     def __del__(self) -> None:
-        if (
-            sys and not sys.is_finalizing()
-        ):  # tensors must not be used while the interpreter takes them, and `sys`, apart
+        # Tensors must not be used while the interpreter takes them, and `sys`, apart.
+        if sys and not sys.is_finalizing():
             for raw in getattr(self, "_raw", {}).values():
                 self.memory.release(raw, self.device)
 

@@ -7,6 +7,7 @@ methods: what they would lose says nothing about them.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import subprocess
 import sys
@@ -41,12 +42,17 @@ class Results:
         """Open a folder, new or of an earlier run.
 
         Raises:
-            ValueError: The folder holds results of another model or suite.
+            ValueError: The folder holds results of another model or suite, or another run writes to it.
         """
         self.folder = folder
         self.file = folder / "predictions.jsonl"
         config_file = folder / "config.json"
         folder.mkdir(parents=True, exist_ok=True)
+        self._held = self.file.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another run writes to {folder}: wait for it, or choose another folder") from error
         if config_file.exists():
             held = json.loads(config_file.read_text(encoding="utf-8"))
             for name in ("suite", "model", "dtype"):
@@ -67,8 +73,8 @@ class Results:
     def add(self, prediction: Prediction) -> None:
         self.predictions.append(prediction)
         self.done.add(prediction.key)
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(prediction)) + "\n")
+        self._held.write(json.dumps(asdict(prediction)) + "\n")
+        self._held.flush()
 
     def has(self, sample: Sample, method: Method, share: float | None) -> bool:
         return key_of(sample.task, sample.length, sample.name, sample.way, method.name, share) in self.done

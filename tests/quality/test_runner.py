@@ -200,6 +200,14 @@ def test_results_of_another_run_are_not_mixed_in(tmp_path):
     assert commit() is None or len(commit()) >= 7
 
 
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    running = Results(tmp_path, CONFIG)
+    with pytest.raises(ValueError, match="another run writes to"):
+        Results(tmp_path, CONFIG)
+    del running
+    Results(tmp_path, CONFIG)
+
+
 def test_the_command_runs_a_suite_and_reports_on_it(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="comes with the eval extra")
     folder, out = tmp_path / "model", tmp_path / "out"
