@@ -178,10 +178,11 @@ def target_text(run: Run) -> str:
 
 def _counted(pairs: metrics.Pairs) -> str:
     low, high = pairs.lost_interval
+    sign = "" if pairs.p_value < 0.001 else "= "
     return (
         f"Answer by answer: of {pairs.dense_right} that the dense cache gets right {pairs.lost} are lost ({low:.1%} to "
         f"{high:.1%}), of {pairs.answers - pairs.dense_right} that it gets wrong {pairs.gained} come out right "
-        f"(p = {_p(pairs.p_value)})."
+        f"(p {sign}{_p(pairs.p_value)})."
     )
 
 
