@@ -24,7 +24,7 @@ from transformers import (
 
 from oasis_cache import OasisCache, OasisStats
 from oasis_cache.cache import cache_argument
-from oasis_cache.generate import LEAST_TEMPERATURE
+from oasis_cache.generate import LEAST_TEMPERATURE, is_text
 from oasis_cache.monitoring import CacheCollector
 
 
@@ -141,7 +141,7 @@ class Engine:
             raise ApiError(
                 400, f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        if any(0xD800 <= ord(character) < 0xE000 for character in chat):
+        if not is_text(chat):
             raise ApiError(400, "the messages hold half of a surrogate pair, which is no text", param="messages")
         if (
             self.most_characters is not None and len(chat) > self.most_characters

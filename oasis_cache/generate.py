@@ -101,13 +101,22 @@ def run_generate(options: GenerateOptions) -> int:
     return 0
 
 
+def is_text(words: str) -> bool:
+    """Whether words can be written in UTF-8, and so be taken by a tokenizer: half of a surrogate pair cannot."""
+    try:
+        words.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _refuse_early(options: GenerateOptions) -> None:
     """Raise `ValueError` for what would fail only after the model has taken its time."""
     if options.new_tokens < 1:
         raise ValueError(f"new_tokens={options.new_tokens} must be at least 1")
     if options.temperature != 0 and not LEAST_TEMPERATURE <= options.temperature < math.inf:
         raise ValueError(f"temperature={options.temperature} must be 0, or a number of at least {LEAST_TEMPERATURE}")
-    if any(0xD800 <= ord(character) < 0xE000 for character in options.prompt):
+    if not is_text(options.prompt):
         raise ValueError("the prompt is no text in UTF-8: is the terminal set to another encoding?")
     try:
         OasisCache(**options.settings).close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import torch
 
@@ -48,10 +46,6 @@ class TieredStore(HostStore):
         self.pool.share(_array(self.addresses))
         copy.num_blocks = self.num_blocks
         return copy
-
-    def __del__(self) -> None:
-        if getattr(self, "num_blocks", 0) and sys and not sys.is_finalizing():
-            self.truncate(0)
 
     @property
     def batch(self) -> int:
