@@ -27,10 +27,6 @@ class AttentionMask:
     causal: bool = True
     bias: torch.Tensor | None = None
 
-    @property
-    def per_head(self) -> bool:
-        return self.values is not None and self.values.shape[1] > 1
-
     def biased(self, bias: torch.Tensor) -> AttentionMask:
         """The same with a bias [batch or 1, query_heads or 1, rows, total tokens] on the scores."""
         values, (rows, total) = self.values, bias.shape[2:]
