@@ -40,11 +40,12 @@ class ChatRequest(BaseModel):
 
     messages: list[Message] = Field(min_length=1)
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(0.0, ge=0.0, le=2.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
+    # Strictly: "5" and true are no numbers, as OpenAI has it.
+    max_tokens: int | None = Field(None, ge=1, strict=True)
+    max_completion_tokens: int | None = Field(None, ge=1, strict=True)
+    temperature: float = Field(0.0, ge=0.0, le=2.0, strict=True)
+    top_p: float = Field(1.0, gt=0.0, le=1.0, strict=True)
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63, strict=True)
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -12,6 +12,7 @@ The model is the packaged SmolLM2-135M-Instruct. Names of cases may be shortened
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,12 +37,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     wanted = providers(tuple(options.providers.split(",")) if options.providers else None)
     try:
         cases = chosen(options.cases)
+        if not wanted:
+            names = ", ".join(provider.name for provider in providers())
+            raise ValueError(f"unknown caches: {options.providers}; there are {names}")
     except ValueError as error:
-        console.print(str(error), highlight=False, soft_wrap=True)
-        return 2
-    if not wanted:
-        names = ", ".join(provider.name for provider in providers())
-        console.print(f"unknown caches: {options.providers}; there are {names}", highlight=False, soft_wrap=True)
+        print(error, file=sys.stderr)
         return 2
     known = environment("cpu") | {"tests": "make test"}
 

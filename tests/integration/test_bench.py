@@ -399,9 +399,9 @@ def test_the_command_says_what_there_is(capsys):
     assert command.main(["run", "--list"]) == 0
     assert "prefill-32768-bfloat16" in capsys.readouterr().out
     assert command.main(["run", "--cases", "step-7-float32"]) == 2
-    assert "unknown cases: step-7-float32" in capsys.readouterr().out
+    assert "unknown cases: step-7-float32" in capsys.readouterr().err
     assert command.main(["run", "--providers", "Cache"]) == 2
-    assert "unknown caches: Cache; there are OasisCache" in capsys.readouterr().out
+    assert "unknown caches: Cache; there are OasisCache" in capsys.readouterr().err
 
 
 def test_bandwidths_are_positive():

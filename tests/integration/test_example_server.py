@@ -135,6 +135,9 @@ SAID = [{"role": "user", "content": "Hello."}]
         (400, {"messages": SAID, "tools": []}, "tools: this server does not know it", "unsupported"),
         (400, {"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair", None),
         (400, {"messages": []}, "messages: List should have at least 1 item", None),
+        (400, {"messages": SAID, "max_tokens": "5"}, "max_tokens: Input should be a valid integer", None),
+        (400, {"messages": SAID, "seed": True}, "seed: Input should be a valid integer", None),
+        (400, {"messages": SAID, "top_p": "1"}, "top_p: Input should be a valid number", None),
         (400, {"messages": SAID, "temperature": 3}, "temperature: Input should be less", None),
         (
             400,

@@ -60,7 +60,7 @@ def test_bench_refuses_in_words(capsys):
     assert main(["bench", "--rounds", "0"]) == 2
     assert "rounds=0 must be at least 1" in capsys.readouterr().err
     assert main(["bench", "--cases", "step-7-float32"]) == 2
-    assert "unknown cases: step-7-float32; there are step-1024-float32" in " ".join(capsys.readouterr().out.split())
+    assert "unknown cases: step-7-float32; there are step-1024-float32" in " ".join(capsys.readouterr().err.split())
 
 
 def test_bench_names_a_model_that_is_not_there(monkeypatch, capsys):
