@@ -96,12 +96,12 @@ def extended(model: PreTrainedModel, snapshot: Snapshot | None, sample: Sample) 
     cache = DynamicCache(config=model.config)
     for layer_idx, (keys, values) in enumerate(snapshot):
         cache.update(keys.to(model.device), values.to(model.device), layer_idx)
-    _forward(model, cache, rest)
+    forward(model, cache, rest)
     return [(layer.keys.cpu(), layer.values.cpu()) for layer in cache.layers]
 
 
 @torch.no_grad()
-def _forward(model: PreTrainedModel, cache: Cache, ids: Sequence[int], keep: int = 1) -> torch.Tensor:
+def forward(model: PreTrainedModel, cache: Cache, ids: Sequence[int], keep: int = 1) -> torch.Tensor:
     """Logits of the last `keep` tokens, [keep, vocabulary]."""
     inputs = torch.tensor([list(ids)], device=model.device)
     return model(inputs, use_cache=True, logits_to_keep=keep, **cache_argument(model, cache)).logits[0]
@@ -116,7 +116,7 @@ def answer(
     for number, turn in enumerate(sample.turns):
         fed = turn.question_ids[-1:] if number == 0 and sample.way == "answer" else (*before, *turn.question_ids)
         generated: list[int] = []
-        logits = _forward(model, cache, fed)[-1]
+        logits = forward(model, cache, fed)[-1]
         while True:
             token = int(logits.argmax())
             if turn.ends and token in stops:
@@ -126,7 +126,7 @@ def answer(
                 break
             if turn.ends and number + 1 == len(sample.turns) and _complete(tokenizer, generated, turn.references):
                 break
-            logits = _forward(model, cache, [token])[-1]
+            logits = forward(model, cache, [token])[-1]
         before = generated[-1:] if len(generated) == turn.new_tokens else []
         answers.append(tokenizer.decode(generated, skip_special_tokens=True))
         scores.append(turn.score(answers[-1]))
@@ -148,9 +148,9 @@ def go_on(model: PreTrainedModel, cache: Cache, sample: Sample, at_once: bool) -
     fed = (sample.context_ids[-1], *sample.target_ids[:-1])
     targets = torch.tensor(sample.target_ids, device=model.device)
     if at_once:
-        logits = _forward(model, cache, fed, keep=len(fed))
+        logits = forward(model, cache, fed, keep=len(fed))
     else:
-        logits = torch.stack([_forward(model, cache, [token])[-1] for token in fed])
+        logits = torch.stack([forward(model, cache, [token])[-1] for token in fed])
     return float(logits.float().log_softmax(-1).gather(1, targets.unsqueeze(1)).mean())
 
 
