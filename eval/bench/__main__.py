@@ -25,6 +25,7 @@ from eval.bench.generation import measure_generation, measure_prefill, prompt
 from eval.bench.gpu.ledger import LEDGER, append, environment
 from eval.bench.gpu.measure import Row
 from eval.bench.measuring import bandwidths, measure
+from eval.bench.profile import measure_profile
 from eval.bench.providers import QUANTO, compile_quanto, providers
 from oasis_cache.packaged import load_model
 
@@ -76,6 +77,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
             if source is None or case.kind == "generate":
                 ids = prompt(tokenizer, options.prompt_tokens or case.context)
                 keep(measure_generation(model, ids, case, rounds, options.new_tokens, say))
+            elif case.kind == "profile":
+                keep(measure_profile(model, source, case, rounds, say))
             else:
                 keep(measure(model, source, case, rounds, wanted, read_rate, say))
         del model, source

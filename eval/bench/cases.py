@@ -9,6 +9,7 @@ import torch
 CONTEXTS = (1024, 4096, 8192, 32768, 65536, 131072)
 FLAT_CONTEXTS = (4096, 131072)
 SHORT_CONTEXTS = (512, 1500)  # below the default `dense_below`
+PROFILE_CONTEXTS = (8192, 32768, 131072)
 BATCHES = (1, 2, 4, 8)
 BATCH_CONTEXT = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -21,7 +22,8 @@ class Case:
     Attributes:
         kind: "step": one decode step behind `context` tokens. "flat": the same with OasisCache behind a short and a long context,
             against each other. "short": a step where the context is within the budget. "batch": a step of several sequences.
-            "generate": a real prompt and 256 new tokens. "prefill": a real prompt read, its time and the peak of memory.
+            "profile": a step taken apart. "generate": a real prompt and 256 new tokens. "prefill": a real prompt read, its time and
+            the peak of memory.
         size: What tells cases of a kind apart: tokens, or sequences; 0 where there is one case only.
         context: Tokens in the cache.
         batch: Sequences.
@@ -55,12 +57,13 @@ CASES = tuple(
         Case("flat", dtype, 0, max(FLAT_CONTEXTS)),
         *(Case("short", dtype, context, context, rounds=120) for context in SHORT_CONTEXTS),
         *(Case("batch", dtype, batch, BATCH_CONTEXT, batch) for batch in BATCHES),
+        *(Case("profile", dtype, context, context, rounds=15) for context in PROFILE_CONTEXTS),
         Case("generate", dtype, 8192, 7900, rounds=3),
         Case("prefill", dtype, 32768, 32768, rounds=3),
     )
 )
 KINDS = tuple(dict.fromkeys(case.kind for case in CASES))
-BY_DEFAULT = "step,flat,short,batch"  # those that need no real prefill
+BY_DEFAULT = "step,flat,short,batch,profile"  # those that need no real prefill
 
 
 def chosen(names: str) -> list[Case]:

@@ -100,6 +100,20 @@ def batch_table(rows: list[Row]) -> str:
     return _with_origin(lines, cases)
 
 
+def profile_table(rows: list[Row]) -> str:
+    """The parts of a step, a column for each context and type."""
+    cases = newest(rows, "profile")
+    heads = [f"{int(context):,} tokens, {dtype}" for _, context, dtype in (case.split("-") for case in cases)]
+    parts: dict[str, dict[str, Row]] = {}
+    for case, group in cases.items():
+        for row in group:
+            parts.setdefault(row["quantity"], {})[case] = row
+    lines = ["| milliseconds of | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    for part, cells in parts.items():
+        lines.append(f"| {part} | " + " | ".join(spread(cells[case]) if case in cells else "" for case in cases) + " |")
+    return _with_origin(lines, cases)
+
+
 def generate_table(rows: list[Row]) -> str:
     """`model.generate` end to end."""
     cases = newest(rows, "generate")
@@ -171,6 +185,7 @@ BLOCKS: dict[str, tuple[Callable[[list[Row]], str], str]] = {
     "flat": (flat_table, "flat"),
     "short": (short_table, "short"),
     "batch": (batch_table, "batch"),
+    "profile": (profile_table, "profile"),
     "generate": (generate_table, "generate"),
     "prefill": (prefill_table, "prefill"),
 }

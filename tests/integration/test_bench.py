@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from eval.bench import __main__ as command
-from eval.bench import generation, measuring, reporting
+from eval.bench import generation, measuring, profile, reporting
 from eval.bench import providers as peers
 from eval.bench.cases import CASES, Case, chosen
 from eval.bench.filling import SPARE_TOKENS, Source
@@ -35,6 +35,7 @@ from eval.bench.quest import ATTENTION, QuestCache
 from eval.quality.methods.quest import Quest
 from oasis_cache import OasisCache
 from oasis_cache.cache import cache_argument
+from oasis_cache.layer import OasisLayer
 
 SEED = 100
 ALL = (OASIS, TWO_LEVELS, DYNAMIC, STATIC, QUEST, *((FP8,) if HAS_FP8 else ()))
@@ -157,6 +158,33 @@ def test_flat_compares_two_contexts_of_one_cache(model, source, monkeypatch):
     assert rows[0].ratio == 1 and rows[1].ratio > 0
     assert {row.baseline for row in rows} == {"OasisCache at 200"}
     assert rows[1].kv_bytes == 6 * rows[0].kv_bytes
+
+
+def test_the_parts_of_a_step_add_up_to_it(model, source):
+    own = [vars(holder)[name] for places in profile.PARTS.values() for holder, name in places]
+    case = Case("profile", "float32", 600, 600, budget=96)
+    rows = profile.measure_profile(model, source, case, 3, pytest.fail)
+    assert [vars(holder)[name] for places in profile.PARTS.values() for holder, name in places] == own
+    times = {row.quantity: row.p50_ms for row in rows}
+    assert list(times) == [profile.WHOLE, *profile.PARTS, profile.REST, profile.EMPTY]
+    assert all(
+        0 < ms < times[profile.WHOLE] for part, ms in times.items() if part not in (profile.WHOLE, profile.EMPTY)
+    )
+    assert [row.provider for row in rows] == [OASIS] * (len(rows) - 1) + [DYNAMIC]
+    assert {row.samples for row in rows} == {3}
+
+
+def test_timing_counts_each_part_once(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    spent = dict.fromkeys(profile.PARTS, 0.0)
+    with profile.timed(spent):
+        torch.nn.Linear(2, 2)(torch.ones(1, 2))
+        with pytest.raises(TypeError):
+            OasisLayer.update()
+    assert spent == dict.fromkeys(profile.PARTS, 0.0) | {"products with weights": 1e3, "taking new tokens in": 1e3}
+    torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    assert spent["products with weights"] == 1e3
 
 
 def test_what_does_not_fit_is_left_out_and_said(model, source, monkeypatch):
@@ -299,6 +327,9 @@ def fake_rows() -> list[dict]:
         cells = {"ratio": ratio, "ratio_p20": ratio - 0.01, "ratio_p80": ratio + 0.01}
         rows.append(fake_row("short", "short-512-float32", provider, 31.0, **cells))
     rows += [fake_row("batch", f"batch-{batch}-float32", OASIS, 50.0, ratio=2.0) for batch in (1, 4)]
+    for quantity, ms in ((profile.WHOLE, 50.0), (profile.CHOOSING, 20.0)):
+        rows.append(fake_row("profile", "profile-8192-float32", OASIS, ms, quantity=quantity))
+    rows.append(fake_row("profile", "profile-32768-float32", OASIS, 90.0, quantity=profile.WHOLE))
     for quantity, ms in zip(generation.QUANTITIES, (9000.0, 4000.0, 20.0), strict=True):
         rows.append(fake_row("generate", "generate-8192-float32", OASIS, ms, quantity=quantity, ratio=1.5))
     rows.append(
@@ -326,6 +357,12 @@ def test_tables_are_those_of_the_newest_run(ledger):
     )
     assert "1.020x (1.010 to 1.031)" in reporting.short_table(rows)
     assert "| 4 | float32 | OasisCache | 50.0 (49.0 to 51.0) | 80.0 | 2.00x |" in reporting.batch_table(rows)
+    parts = reporting.profile_table(rows).splitlines()
+    assert parts[0] == "| milliseconds of | 8,192 tokens, float32 | 32,768 tokens, float32 |"
+    assert parts[2:4] == [
+        "| the step | 50.0 (49.0 to 51.0) | 90.0 (89.0 to 91.0) |",
+        "| choosing blocks | 20.0 (19.0 to 21.0) |  |",
+    ]
     generated = reporting.generate_table(rows)
     assert (
         "| float32 | OasisCache | 9.0 s (9.0 to 9.0) | 4.0 s (4.0 to 4.0) | 20.0 (19.0 to 21.0) | 1.50x | 1.50x |"
