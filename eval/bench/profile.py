@@ -71,7 +71,7 @@ def timed(spent: dict[str, float]) -> Iterator[None]:
 def measure_profile(
     model: PreTrainedModel, source: Source, case: Case, rounds: int, say: Callable[[str], None]
 ) -> list[Row]:
-    """A row for each part of an OasisCache's step, in turns with a DynamicCache's step behind a few tokens; `say` as in `measure`."""
+    """A row for each part of an OasisCache's step, in turns with a DynamicCache's step behind few tokens; `say` as in `measure`."""
     subjects = fill_all(model, source, case, rounds, providers((OASIS,)), say)
     if not subjects:
         return []
