@@ -25,7 +25,7 @@ from oasis_cache.kernels.lanes import (
 from oasis_cache.kernels.numba_ops import MASKED, _address, _key_scores, _parallel_lock, num_threads
 
 PIECE_TOKENS = 512
-MAX_ROWS = 32  # query rows of a KV head; for more of them PyTorch's matrix products are faster
+MAX_ROWS = 128  # query rows of a KV head; for many more of them PyTorch's matrix products are as fast
 DTYPES = (torch.float32, torch.bfloat16)
 _VALUE_TOKENS = 64  # tokens whose values stay in the fastest memory while channels are gone through
 _PARALLEL_FROM = 1 << 15  # tokens times query rows from which waking other threads pays

@@ -33,6 +33,15 @@ def test_attention_equals_the_reference(num_tokens, group, rows, dims, dtype):
     assert float((got.float() - expected).norm() / expected.norm()) < tolerance
 
 
+@pytest.mark.parametrize(("group", "rows"), [(3, 11), (3, 32), (1, 128)])
+def test_rounds_of_drafts_equal_the_reference(group, rows):
+    arguments = inputs(700, group, rows)
+    assert numba_attention.serves(*arguments[:3]), "a round of the default 32 rows and a group of 3 is compiled too"
+    expected = reference.sparse_attention(*arguments)[0]
+    got = numba_attention.sparse_attention(*arguments)
+    assert float((got - expected).norm() / expected.norm()) < 2e-6
+
+
 def test_scores_far_apart_do_not_overflow():
     queries, kv, *rest = inputs(600)
     arguments = (queries * 300, kv, *rest)
