@@ -33,6 +33,7 @@ STYLES = {
     "kvpress-snapkv": ("#E69F00", "P"),
     "kvpress-expected": ("#8C6D00", "X"),
     "kvpress-knorm": ("#7F7F7F", "*"),
+    "kvpress-none": ("#BFBFBF", "+"),
     "oracle": ("#000000", "x"),
 }
 MASS_STYLES = {

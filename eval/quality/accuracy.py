@@ -23,6 +23,7 @@ KVPRESS = {
     "kvpress-snapkv": "kvpress, SnapKV",
     "kvpress-expected": "kvpress, expected attention",
     "kvpress-knorm": "kvpress, key norms",
+    "kvpress-none": "kvpress, nothing dropped (control)",
 }
 WAYS = {"answer": "exactly", "question": "sparsely"}
 # What the default configuration is meant to lose at the most, in points, at these lengths.

@@ -17,7 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PRESSES = {"kvpress-snapkv": "SnapKVPress", "kvpress-expected": "ExpectedAttentionPress", "kvpress-knorm": "KnormPress"}
+CONTROL = "kvpress-none"  # drops nothing: what it loses would be this script's fault
+PRESSES = {
+    "kvpress-snapkv": "SnapKVPress",
+    "kvpress-expected": "ExpectedAttentionPress",
+    "kvpress-knorm": "KnormPress",
+    CONTROL: "KnormPress",
+}
 
 
 def export(options: argparse.Namespace) -> int:
@@ -87,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
             started = time.perf_counter()
             exact = row["exact_ids"]
             if held_for != (method, exact):
-                press = getattr(kvpress, PRESSES[method])(compression_ratio=1 - row["budget"] / len(exact))
+                dropped = 0.0 if method == CONTROL else 1 - row["budget"] / len(exact)
+                press = getattr(kvpress, PRESSES[method])(compression_ratio=dropped)
                 filled = DynamicCache()
                 with torch.no_grad(), press(model):
                     model.model(input_ids=torch.tensor([exact]), past_key_values=filled, use_cache=True)
