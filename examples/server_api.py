@@ -30,7 +30,7 @@ class Message(BaseModel, extra="forbid"):
 
 
 class StreamOptions(BaseModel, extra="forbid"):
-    include_usage: bool = False
+    include_usage: bool = Field(False, strict=True)
 
 
 class ChatRequest(BaseModel):
@@ -40,16 +40,16 @@ class ChatRequest(BaseModel):
 
     messages: list[Message] = Field(min_length=1)
     model: str | None = None
-    # Strictly: "5" and true are no numbers, as OpenAI has it.
+    # Strictly, as OpenAI has it: "5" and true are no numbers, 1 and "yes" no truth values.
     max_tokens: int | None = Field(None, ge=1, strict=True)
     max_completion_tokens: int | None = Field(None, ge=1, strict=True)
     temperature: float = Field(0.0, ge=0.0, le=2.0, strict=True)
     top_p: float = Field(1.0, gt=0.0, le=1.0, strict=True)
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63, strict=True)
     stop: str | list[str] | None = None
-    stream: bool = False
+    stream: bool = Field(False, strict=True)
     stream_options: StreamOptions | None = None
-    n: Literal[1] = 1
+    n: int = Field(1, ge=1, le=1, strict=True)
     user: str | None = None  # the caller's own note
 
     @model_validator(mode="before")

@@ -26,7 +26,7 @@ from eval.bench.gpu.ledger import LEDGER, append, environment
 from eval.bench.gpu.measure import Row
 from eval.bench.measuring import bandwidths, measure
 from eval.bench.profile import measure_profile
-from eval.bench.providers import QUANTO, compile_quanto, providers
+from eval.bench.providers import QUANTO, Provider, compile_quanto, providers
 from oasis_cache.packaged import load_model
 
 
@@ -35,12 +35,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         for case in CASES:
             console.print(f"{case.name:<26} {case.shape}, {options.rounds or case.rounds} rounds", highlight=False)
         return 0
-    wanted = providers(tuple(options.providers.split(",")) if options.providers else None)
     try:
-        cases = chosen(options.cases)
-        if not wanted:
-            names = ", ".join(provider.name for provider in providers())
-            raise ValueError(f"unknown caches: {options.providers}; there are {names}")
+        cases, wanted = chosen(options.cases), _wanted(options.providers)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -55,8 +51,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             ratio = "" if row.ratio is None else f"{row.ratio:6.2f}x {row.baseline}"
             say(f"{row.case:<26} {row.quantity:<18} {row.provider:<28} {row.p50_ms:10.1f} ms {ratio}  {row.note}")
 
-    if any(provider.name == QUANTO for provider in wanted):
-        compile_quanto()
+    compiles = any(provider.name == QUANTO for provider in wanted) and any(case.kind == "step" for case in cases)
     ceilings = bandwidths()
     keep(ceilings)
     read_rate = next(row.gb_per_s * 1e9 for row in ceilings if row.case == "read" and row.gb_per_s)
@@ -70,6 +65,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if not in_process:
             continue
         model, tokenizer = load_model(options.model, DTYPES[dtype])
+        if compiles:
+            compile_quanto()
+            compiles = False
         steps = any(case.kind != "generate" for case in in_process)
         source = Source.of_text(model, tokenizer) if steps else None
         for case in in_process:
@@ -83,6 +81,21 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 keep(measure(model, source, case, rounds, wanted, read_rate, say))
         del model, source
     return 0
+
+
+def _wanted(names: str | None) -> list[Provider]:
+    """The caches of comma-separated names, or all.
+
+    Raises:
+        ValueError: A name means no cache that can run here; the message lists those that can.
+    """
+    if names is None:
+        return providers()
+    given, known = [name.strip() for name in names.split(",") if name.strip()], [each.name for each in providers()]
+    unknown = [name for name in given if name not in known]
+    if unknown or not given:
+        raise ValueError(f"unknown caches: {', '.join(unknown) or repr(names)}; there are {', '.join(known)}")
+    return providers(tuple(given))
 
 
 def report(options: argparse.Namespace, console: Console) -> int:
@@ -102,7 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
     running.add_argument("--cases", default=BY_DEFAULT, help=f"comma-separated; default: {BY_DEFAULT}")
     running.add_argument("--rounds", type=int, help="turns of each cache; default: as --list says")
     running.add_argument("--list", action="store_true", help="only list the cases")
-    running.add_argument("--providers", help="comma-separated names of the caches in decode steps; default: all")
+    running.add_argument(
+        "--providers", help="comma-separated names of the caches in decode steps (others have their own); default: all"
+    )
     running.add_argument("--model", help="path or hub id; default: the packaged SmolLM2-135M-Instruct")
     running.add_argument("--new-tokens", type=int, default=256, help="of the generate cases")
     running.add_argument("--prompt-tokens", type=int, help="of the generate cases; default: 7,900")

@@ -74,8 +74,10 @@ def chosen(names: str) -> list[Case]:
     """
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in wanted if not any(_means(name, case) for case in CASES)]
-    if unknown:
-        raise ValueError(f"unknown cases: {', '.join(unknown)}; there are {', '.join(case.name for case in CASES)}")
+    if unknown or not wanted:
+        raise ValueError(
+            f"unknown cases: {', '.join(unknown) or repr(names)}; there are {', '.join(case.name for case in CASES)}"
+        )
     return [case for case in CASES if any(_means(name, case) for name in wanted)]
 
 

@@ -1,7 +1,7 @@
 """What a decode step consists of: the time of its parts, and of a step without a context beside it.
 
-A part's functions are timed from outside, by the clock around each call. None of them calls another one that is timed, so that the
-parts and the rest add up to the step.
+A part's functions are timed from outside, by the clock around each call. None of them calls another one that is timed, so that in
+each step the parts and the rest add up (their medians need not). The parts are those of the default configuration.
 """
 
 from __future__ import annotations

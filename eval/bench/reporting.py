@@ -14,6 +14,7 @@ from eval.bench.providers import DYNAMIC, OASIS, STATIC
 from eval.report import filled
 
 IN_BRIEF = ("step-8192-float32", "step-32768-float32", "step-8192-bfloat16", "step-32768-bfloat16")
+IN_A_LINE = "32768"
 PERFORMANCE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 Row = dict[str, str]
 
@@ -179,8 +180,29 @@ def speed_table(rows: list[Row]) -> str:
     return _with_origin(lines, used)
 
 
+def speed_line(rows: list[Row]) -> str:
+    """A sentence for README.md: the step behind 32,768 tokens, and how it grows."""
+    said = []
+    for case, group in newest(rows, "step").items():
+        held = {row["provider"]: row for row in group}
+        _, context, dtype = case.split("-")
+        if context == IN_A_LINE and {OASIS, DYNAMIC, STATIC} <= set(held):
+            times_of = [f"{float(held[name]['p50_ms']):.0f} ms" for name in (OASIS, DYNAMIC, STATIC)]
+            said.append(f"{times_of[0]} in {dtype} (`DynamicCache` {times_of[1]}, `StaticCache` {times_of[2]})")
+    grows = [
+        f"{1 / float(row['ratio']):.1f} times in {case.rsplit('-', 1)[1]}"
+        for case, group in newest(rows, "flat").items()
+        for row in group[1:2]
+    ]
+    return (
+        f"A decode step on a CPU behind {int(IN_A_LINE):,} tokens takes {' and '.join(said)}; behind 131,072 tokens it takes "
+        f"{' and '.join(grows)} as long as behind 4,096."
+    )
+
+
 BLOCKS: dict[str, tuple[Callable[[list[Row]], str], str]] = {
     "speed": (speed_table, "step,flat"),
+    "speed-line": (speed_line, "step,flat"),
     "steps": (steps_table, "step"),
     "flat": (flat_table, "flat"),
     "short": (short_table, "short"),
@@ -216,7 +238,7 @@ def spread(row: Row) -> str:
 
 def seconds(row: Row) -> str:
     low, middle, high = (float(row[name]) / 1e3 for name in ("p20_ms", "p50_ms", "p80_ms"))
-    return f"{middle:,.1f} s ({low:,.1f} to {high:,.1f})"
+    return f"{middle:,.1f} s" + ("" if row["samples"] == "1" else f" ({low:,.1f} to {high:,.1f})")
 
 
 def times(cell: str) -> str:
@@ -249,7 +271,8 @@ def _with_origin(lines: list[str], cases: dict[str, list[Row]]) -> str:
         commits[first["commit"] + (" with changes" if first["dirty"] == "yes" else "")] = None
         counts.update(dict.fromkeys(row["samples"] for row in group))
     described = [
-        f"{where}, commit {', '.join(commits)}, medians of {', '.join(counts)} in turns"
+        f"{where}, commit {', '.join(commits)}, "
+        + ("one run" if list(counts) == ["1"] else f"medians of {', '.join(counts)} in turns")
         for where, (commits, counts) in origins.items()
     ]
     return "\n".join([*lines, "", f"SmolLM2-135M-Instruct; {'; '.join(described)}."])

@@ -20,7 +20,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.quality.methods.oasis import Oasis
-from eval.quality.runner import Snapshot, budget_of, extended, fill, forward, read_context
+from eval.quality.runner import SMALLEST_BUDGET, Snapshot, budget_of, extended, fill, forward, read_context
 from eval.quality.samples import Sample
 from eval.quality.tasks import FAMILIES
 from oasis_cache.demo import describe_environment
@@ -73,7 +73,7 @@ class Nearness:
         divergence: Kullback-Leibler divergence from the dense distribution, nats, summed.
         same: Steps whose likeliest token is the dense one's.
         answers: Answers that the dense cache gets right.
-        kept: Those of them of which all steps are the same.
+        kept: Those of them of which the likeliest token is the same in every step.
         tokens_read_max: See `Counters.as_dict`.
     """
 
@@ -104,7 +104,8 @@ def dense_steps(
     steps: list[Step] = []
     last: tuple[int, ...] = ()
     for number, turn in enumerate(sample.turns):
-        ids, answer, mine = (*last, *turn.question_ids), [], []
+        question = turn.question_ids[-1:] if number == 0 and sample.way == "answer" else turn.question_ids
+        ids, answer, mine = (*last, *question), [], []
         for _ in range(turn.new_tokens):
             log_probs = distribution(ids)
             mine.append((ids, log_probs))
@@ -133,6 +134,7 @@ def follow(
     same: dict[int, bool] = {}
     with method.session(model, budget_of(sample.length, variant.share), sample.sparse_rows) as (cache, counters):
         fill(model, cache, sample, snapshot)
+        others = counters.as_dict()["other_steps"]  # a long text is filled in several forwards
         for step in steps:
             log_probs = forward(model, cache, step.fed)[-1].float().log_softmax(-1)
             sums.divergence += float((step.log_probs.exp() * (step.log_probs - log_probs)).sum())
@@ -141,8 +143,10 @@ def follow(
             if step.right:
                 same[step.turn] = same.get(step.turn, True) and agrees
         counted = counters.as_dict()
-    if counted["other_steps"] or counted["sparse_steps"] != len(steps):
-        raise RuntimeError(f"{counted['sparse_steps']} of {len(steps)} steps were sparse")
+    if counted["other_steps"] != others or counted["sparse_steps"] != len(steps):
+        raise RuntimeError(
+            f"{sample.name}, {variant.title}: {counted['sparse_steps']} of {len(steps)} steps were sparse"
+        )
     sums.tokens_read_max = max(sums.tokens_read_max, counted["tokens_read_max"])
     sums.tokens += len(steps)
     if not sample.target_ids:
@@ -189,7 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", type=int, default=12, metavar="N", help="of each task (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(arguments)
+    if options.contexts < 1:
+        parser.error(f"--contexts={options.contexts} must be at least 1")
+    shortest = round(SMALLEST_BUDGET / min(variant.share for variant in VARIANTS))
     model, tokenizer = load_model(options.model)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or options.length
+    if not shortest <= options.length <= longest:
+        parser.error(f"--length={options.length} must be from {shortest} to {longest}, the positions of the model")
     rows = compare(model, tokenizer, draw(tokenizer, options.length, options.contexts))
     report = {
         "length": options.length,

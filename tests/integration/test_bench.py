@@ -160,7 +160,7 @@ def test_flat_compares_two_contexts_of_one_cache(model, source, monkeypatch):
     assert rows[1].kv_bytes == 6 * rows[0].kv_bytes
 
 
-def test_the_parts_of_a_step_add_up_to_it(model, source):
+def test_every_part_of_a_step_has_a_row(model, source):
     own = [vars(holder)[name] for places in profile.PARTS.values() for holder, name in places]
     case = Case("profile", "float32", 600, 600, budget=96)
     rows = profile.measure_profile(model, source, case, 3, pytest.fail)
@@ -172,6 +172,14 @@ def test_the_parts_of_a_step_add_up_to_it(model, source):
     )
     assert [row.provider for row in rows] == [OASIS] * (len(rows) - 1) + [DYNAMIC]
     assert {row.samples for row in rows} == {3}
+
+
+def test_the_parts_and_the_rest_add_up(model, source, monkeypatch):
+    kept = []
+    monkeypatch.setattr(profile, "percentiles", lambda values: kept.append(values) or (0, 0, 0))
+    profile.measure_profile(model, source, Case("profile", "float32", 600, 600, budget=96), 3, pytest.fail)
+    whole, *parts, _ = kept
+    assert [sum(each) for each in zip(*parts, strict=True)] == pytest.approx(whole)
 
 
 def test_timing_counts_each_part_once(monkeypatch):
@@ -374,6 +382,10 @@ def test_tables_are_those_of_the_newest_run(ledger):
     )
     brief = reporting.speed_table(rows)
     assert "| 32,768 tokens, bfloat16 | 40 ms | 80 ms (2.0x) |  |" in brief
+    rows.append(fake_row("step", "step-32768-float32", STATIC, 60.0))
+    line = reporting.speed_line(rows)
+    assert "behind 32,768 tokens takes 40 ms in float32 (`DynamicCache` 80 ms, `StaticCache` 60 ms);" in line
+    assert line.endswith("behind 131,072 tokens it takes 1.2 times in float32 as long as behind 4,096.")
     assert (
         "| 131,072 tokens, float32 | 50 ms: 1.25x the step behind 4,096; 1/24.0 of the dense KV on the device | | |"
         in brief
@@ -439,6 +451,10 @@ def test_the_command_says_what_there_is(capsys):
     assert "unknown cases: step-7-float32" in capsys.readouterr().err
     assert command.main(["run", "--providers", "Cache"]) == 2
     assert "unknown caches: Cache; there are OasisCache" in capsys.readouterr().err
+    assert command.main(["run", "--providers", "OasisCache,Nope", "--cases", "step-1024-float32"]) == 2
+    assert "unknown caches: Nope; there are OasisCache" in capsys.readouterr().err
+    assert command.main(["run", "--cases", " , "]) == 2
+    assert "unknown cases: ' , '; there are step-1024-float32" in capsys.readouterr().err
 
 
 def test_bandwidths_are_positive():

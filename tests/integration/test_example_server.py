@@ -137,6 +137,9 @@ SAID = [{"role": "user", "content": "Hello."}]
         (400, {"messages": []}, "messages: List should have at least 1 item", None),
         (400, {"messages": SAID, "max_tokens": "5"}, "max_tokens: Input should be a valid integer", None),
         (400, {"messages": SAID, "seed": True}, "seed: Input should be a valid integer", None),
+        (400, {"messages": SAID, "stream": "yes"}, "stream: Input should be a valid boolean", None),
+        (400, {"messages": SAID, "n": 2}, "n: Input should be less than or equal to 1", None),
+        (400, {"messages": SAID, "n": True}, "n: Input should be a valid integer", None),
         (400, {"messages": SAID, "top_p": "1"}, "top_p: Input should be a valid number", None),
         (400, {"messages": SAID, "temperature": 3}, "temperature: Input should be less", None),
         (

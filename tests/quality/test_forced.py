@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 
-from eval.quality import forced
+from eval.quality import forced, runner
 from eval.quality.forced import Nearness, Variant, compare, dense_steps, follow, table
 from eval.quality.runner import extended, read_context
 from eval.quality.samples import Sample, Turn
+from oasis_cache.demo import prefill
 from oasis_cache.packaged import load_model
 from tests import models
 
@@ -53,6 +56,39 @@ def test_every_variant_is_fed_the_dense_answer(parts):
     wrong = Nearness("default", 1 / 8, "asked")
     follow(model, asked, snapshot, turned, Variant("default", 1 / 8, {}), wrong)
     assert (wrong.answers, wrong.kept, wrong.same) == (2, 0, 0)
+
+
+def test_a_question_read_exactly_is_fed_once(parts):
+    model, tokenizer, (asked, _) = parts
+    exactly = replace(asked, way="answer")
+    snapshot = extended(model, read_context(model, asked.context_ids), exactly)
+    steps = dense_steps(model, tokenizer, exactly, snapshot)
+    assert [len(step.fed) for step in steps] == [1, 1, 1, 6, 1, 1]
+    assert steps[0].fed == asked.turns[0].question_ids[-1:]
+    whole = extended(model, read_context(model, asked.context_ids), asked)
+    torch.testing.assert_close(steps[0].log_probs, dense_steps(model, tokenizer, asked, whole)[0].log_probs)
+
+
+def test_a_model_that_reads_for_itself_in_several_forwards(monkeypatch):
+    model, ids = models.build("gemma3"), tuple(models.prompt(600)[0].tolist())
+    monkeypatch.setattr(runner, "prefill", partial(prefill, chunk_tokens=200))
+    sample = Sample("prose", 600, "p", "text", ids, target_ids=ids[:4])
+    (row,) = compare(model, load_model(None)[1], [sample], [Variant("default", 1 / 4, {})])
+    assert row.tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--contexts", "0"], "--contexts=0 must be at least 1"),
+        (["--length", "300"], "--length=300 must be from 768 to 8192"),
+        (["--length", "9000"], "--length=9000 must be from 768 to 8192"),
+    ],
+)
+def test_refuses_in_words(options, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        forced.main([*options, "--out", str(tmp_path / "out.json")])
+    assert message in capsys.readouterr().err
 
 
 def test_steps_that_read_everything_are_refused(parts):
