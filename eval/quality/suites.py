@@ -68,5 +68,5 @@ _FULL = (
     Part("prose", 2048, 1, **_ONE_CAP),
 )
 # lm-eval's needle tasks at all lengths, a part by itself because each of their documents is read for one answer.
-_RULER = tuple(Part("ruler", length, 1) for length in (1024, 2048, 4096, 8192))
+_RULER = tuple(Part("ruler", length, 1) for length in (8192, 4096, 2048, 1024))
 SUITES: dict[str, tuple[Part, ...]] = {"small": _SMALL, "full": _FULL, "ruler": _RULER}
