@@ -23,6 +23,7 @@ from eval.quality.suites import HEADLINE
 
 MASS = Path(__file__).resolve().parent / "quality" / "results" / "mass.json"
 # Okabe and Ito's colours, told apart by people with any colour vision, and a marker each; a method keeps its own in all plots.
+# What has none, kvpress's control, reads everything and is not drawn beside them.
 STYLES = {
     "oasis": ("#0072B2", "o"),
     "oasis-minmax": ("#56B4E9", "s"),
@@ -33,7 +34,6 @@ STYLES = {
     "kvpress-snapkv": ("#E69F00", "P"),
     "kvpress-expected": ("#8C6D00", "X"),
     "kvpress-knorm": ("#7F7F7F", "*"),
-    "kvpress-none": ("#BFBFBF", "+"),
     "oracle": ("#000000", "x"),
 }
 MASS_STYLES = {
@@ -96,7 +96,7 @@ def tasks(run: Run, path: Path) -> bool:
         panels = part.subplots(len(ratios), 1, height_ratios=ratios, squeeze=False)[:, 0]
         for axes, length in zip(panels, column, strict=False):
             here = [cell for cell in cells if cell["length"] == length]
-            handles |= _losses(axes, here, rows[length], [method for method in run.methods if _has(here, method)])
+            handles |= _losses(axes, here, rows[length], [method for method in run.methods if method in STYLES and _has(here, method)])
             axes.set_title(f"{length:,} tokens", fontsize=14)
             axes.set(xlim=(lowest - 5, 105), xticks=[tick for tick in range(-100, 101, 25) if tick >= lowest - 5])
         for axes in panels[len(column) :]:
@@ -222,7 +222,7 @@ def budgets(run: Run, path: Path) -> bool:
     handles = {}
     for axes, length in zip(panels[0], lengths, strict=True):
         ticks = sorted({budget for cell, found in points.items() if cell[0] == length for budget in found})
-        for number, method in enumerate(run.methods):
+        for number, method in enumerate(name for name in run.methods if name in STYLES):
             found = sorted(points.get((length, method), {}).items())
             if not found:
                 continue

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eval.quality import accuracy
+from eval.quality import accuracy, forced
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "quality" / "results"
@@ -41,10 +41,14 @@ def needle_table(needle: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _threads(environment: dict[str, Any]) -> str:
+    return "1 thread" if environment["threads"] == 1 else f"{environment['threads']} threads"
+
+
 def describe(environment: dict[str, Any]) -> str:
     """One line on what ran where."""
     return (
-        f"{environment['model']}, {environment['dtype']}, {environment['device_name']}, {environment['threads']} threads, "
+        f"{environment['model']}, {environment['dtype']}, {environment['device_name']}, {_threads(environment)}, "
         f"torch {environment['torch']}, transformers {environment['transformers']}; text: {environment['text']}"
     )
 
@@ -226,6 +230,18 @@ def two_levels_block() -> str:
     )
 
 
+def forced_block() -> str:
+    """Where answers are lost: steps that are fed the dense cache's tokens."""
+    report = json.loads((RESULTS / "forced.json").read_text())
+    contexts = report["contexts"]
+    return (
+        f"{forced.table(report)}\n\n{report['length']:,} tokens, {contexts} contexts, "
+        f"{min(contexts, forced.PROSE_CONTEXTS)} of prose. "
+        f"{describe(report['environment'])}. "
+        "Made by `python -m eval.quality.forced` and\n`python -m eval.report`."
+    )
+
+
 def filled(text: str, name: str, block: str) -> str:
     """A page with another block between the markers of that name."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -249,7 +265,7 @@ def pages() -> dict[Path, str]:
     run = accuracy.Run(accuracy.COMMITTED)
     new[readme] = filled(new[readme], "accuracy", accuracy.readme_block(run))
     new[scores] = filled(scores.read_text(), "needles", needle_block())
-    for name, block in accuracy.blocks(run).items():
+    for name, block in (accuracy.blocks(run) | {"forced": forced_block()}).items():
         new[scores] = filled(new[scores], name, block)
     return new
 
