@@ -96,7 +96,8 @@ def tasks(run: Run, path: Path) -> bool:
         panels = part.subplots(len(ratios), 1, height_ratios=ratios, squeeze=False)[:, 0]
         for axes, length in zip(panels, column, strict=False):
             here = [cell for cell in cells if cell["length"] == length]
-            handles |= _losses(axes, here, rows[length], [method for method in run.methods if method in STYLES and _has(here, method)])
+            shown = [method for method in run.methods if method in STYLES and _has(here, method)]
+            handles |= _losses(axes, here, rows[length], shown)
             axes.set_title(f"{length:,} tokens", fontsize=14)
             axes.set(xlim=(lowest - 5, 105), xticks=[tick for tick in range(-100, 101, 25) if tick >= lowest - 5])
         for axes in panels[len(column) :]:
