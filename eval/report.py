@@ -41,14 +41,10 @@ def needle_table(needle: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _threads(environment: dict[str, Any]) -> str:
-    return "1 thread" if environment["threads"] == 1 else f"{environment['threads']} threads"
-
-
 def describe(environment: dict[str, Any]) -> str:
     """One line on what ran where."""
     return (
-        f"{environment['model']}, {environment['dtype']}, {environment['device_name']}, {_threads(environment)}, "
+        f"{environment['model']}, {environment['dtype']}, {environment['device_name']}, {accuracy.threads(environment)}, "
         f"torch {environment['torch']}, transformers {environment['transformers']}; text: {environment['text']}"
     )
 
@@ -242,6 +238,15 @@ def forced_block() -> str:
     )
 
 
+def ruler_block() -> str:
+    """lm-eval's own needle tasks at all lengths."""
+    run = accuracy.Run(RESULTS / "ruler")
+    return (
+        f"{accuracy.task_table(run)}\n\n{run.describe()}; {run.config['seconds'] / 60:.0f} minutes. Made by\n"
+        "`python -m eval.quality run --suite ruler --methods oasis` and `python -m eval.report`."
+    )
+
+
 def filled(text: str, name: str, block: str) -> str:
     """A page with another block between the markers of that name."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -265,7 +270,7 @@ def pages() -> dict[Path, str]:
     run = accuracy.Run(accuracy.COMMITTED)
     new[readme] = filled(new[readme], "accuracy", accuracy.readme_block(run))
     new[scores] = filled(scores.read_text(), "needles", needle_block())
-    for name, block in (accuracy.blocks(run) | {"forced": forced_block()}).items():
+    for name, block in (accuracy.blocks(run) | {"forced": forced_block(), "ruler": ruler_block()}).items():
         new[scores] = filled(new[scores], name, block)
     return new
 

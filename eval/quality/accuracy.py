@@ -32,6 +32,11 @@ TARGET_LENGTHS, TARGET_AVERAGE, TARGET_TASK = (4096, 8192), 0.5, 2.0
 ORDER = (*(name for name in METHODS if name not in ("oasis-lookahead", "oracle")), *KVPRESS, "oracle")
 
 
+def threads(environment: dict[str, Any]) -> str:
+    """How many, in words."""
+    return "1 thread" if environment["threads"] == 1 else f"{environment['threads']} threads"
+
+
 class Run:
     """A results folder, read.
 
@@ -75,7 +80,7 @@ class Run:
         """One line on what ran where."""
         environment = self.config["environment"]
         return (
-            f"{environment['model']}, {environment['dtype']}, {environment['device_name']}, {environment['threads']} threads, "
+            f"{environment['model']}, {environment['dtype']}, {environment['device_name']}, {threads(environment)}, "
             f"torch {environment['torch']}, transformers {environment['transformers']}, commit {self.config['commit']}; "
             f"text: {environment['text']}"
         )
