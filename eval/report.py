@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.quality import accuracy, forced
+from eval.quality.accuracy import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "eval" / "quality" / "results"
@@ -39,14 +40,6 @@ def needle_table(needle: dict[str, Any]) -> str:
             f"| {name} | {read} | {ways[way]} | " + " | ".join(found.get(length, "") for length in lengths) + " |"
         )
     return "\n".join(lines)
-
-
-def describe(environment: dict[str, Any]) -> str:
-    """One line on what ran where."""
-    return (
-        f"{environment['model']}, {environment['dtype']}, {environment['device_name']}, {accuracy.threads(environment)}, "
-        f"torch {environment['torch']}, transformers {environment['transformers']}; text: {environment['text']}"
-    )
 
 
 def needle_block() -> str:
@@ -234,7 +227,7 @@ def forced_block() -> str:
         f"{forced.table(report)}\n\n{report['length']:,} tokens, {contexts} contexts, "
         f"{min(contexts, forced.PROSE_CONTEXTS)} of prose. "
         f"{describe(report['environment'])}. "
-        "Made by `python -m eval.quality.forced` and\n`python -m eval.report`."
+        f"Made by `python -m eval.quality.forced --contexts {contexts}` and\n`python -m eval.report`."
     )
 
 

@@ -32,9 +32,13 @@ TARGET_LENGTHS, TARGET_AVERAGE, TARGET_TASK = (4096, 8192), 0.5, 2.0
 ORDER = (*(name for name in METHODS if name not in ("oasis-lookahead", "oracle")), *KVPRESS, "oracle")
 
 
-def threads(environment: dict[str, Any]) -> str:
-    """How many, in words."""
-    return "1 thread" if environment["threads"] == 1 else f"{environment['threads']} threads"
+def describe(environment: dict[str, Any], commit: str | None = None) -> str:
+    """One line on what ran where."""
+    threads = "1 thread" if environment["threads"] == 1 else f"{environment['threads']} threads"
+    return (
+        f"{environment['model']}, {environment['dtype']}, {environment['device_name']}, {threads}, torch {environment['torch']}, "
+        f"transformers {environment['transformers']}{f', commit {commit}' if commit else ''}; text: {environment['text']}"
+    )
 
 
 class Run:
@@ -78,12 +82,7 @@ class Run:
 
     def describe(self) -> str:
         """One line on what ran where."""
-        environment = self.config["environment"]
-        return (
-            f"{environment['model']}, {environment['dtype']}, {environment['device_name']}, {threads(environment)}, "
-            f"torch {environment['torch']}, transformers {environment['transformers']}, commit {self.config['commit']}; "
-            f"text: {environment['text']}"
-        )
+        return describe(self.config["environment"], self.config["commit"])
 
 
 def title(method: str) -> str:

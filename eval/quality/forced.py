@@ -10,15 +10,15 @@ what the budget costs from what the index costs (`index="exact"`) more finely th
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.quality.files import write_json
 from eval.quality.methods.oasis import Oasis
 from eval.quality.runner import SMALLEST_BUDGET, Snapshot, budget_of, extended, fill, forward, read_context
 from eval.quality.samples import Sample
@@ -88,6 +88,11 @@ class Nearness:
     tokens_read_max: int = 0
 
 
+def log_probs_behind(model: PreTrainedModel, cache: Cache, ids: Sequence[int]) -> torch.Tensor:
+    """Of the token behind `ids`, which are fed: [vocabulary] float32."""
+    return forward(model, cache, ids)[-1].float().log_softmax(-1)
+
+
 def dense_steps(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: Sample, snapshot: Snapshot | None
 ) -> list[Step]:
@@ -95,19 +100,14 @@ def dense_steps(
     cache = DynamicCache(config=model.config)
     fill(model, cache, sample, snapshot)
 
-    def distribution(ids: Sequence[int]) -> torch.Tensor:
-        return forward(model, cache, ids)[-1].float().log_softmax(-1)
-
     if sample.target_ids:
-        fed = (sample.context_ids[-1], *sample.target_ids[:-1])
-        return [Step((token,), 0, True, distribution([token])) for token in fed]
+        return [Step((token,), 0, True, log_probs_behind(model, cache, [token])) for token in sample.fed_ids]
     steps: list[Step] = []
     last: tuple[int, ...] = ()
     for number, turn in enumerate(sample.turns):
-        question = turn.question_ids[-1:] if number == 0 and sample.way == "answer" else turn.question_ids
-        ids, answer, mine = (*last, *question), [], []
+        ids, answer, mine = (*last, *sample.asked_ids(number)), [], []
         for _ in range(turn.new_tokens):
-            log_probs = distribution(ids)
+            log_probs = log_probs_behind(model, cache, ids)
             mine.append((ids, log_probs))
             answer.append(int(log_probs.argmax()))
             ids = (answer[-1],)
@@ -136,7 +136,7 @@ def follow(
         fill(model, cache, sample, snapshot)
         others = counters.as_dict()["other_steps"]  # a long text is filled in several forwards
         for step in steps:
-            log_probs = forward(model, cache, step.fed)[-1].float().log_softmax(-1)
+            log_probs = log_probs_behind(model, cache, step.fed)
             sums.divergence += float((step.log_probs.exp() * (step.log_probs - log_probs)).sum())
             agrees = bool(step.log_probs.argmax() == log_probs.argmax())
             sums.same += agrees
@@ -207,8 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "environment": describe_environment(model, options.model),
         "rows": [asdict(row) for row in rows],
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(options.out, report)
     print(table(report))
     return 0
 

@@ -9,7 +9,6 @@ the attention weights over everything. Mean over steps, KV heads and the query h
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from eval.quality.files import write_json
 from eval.quality.prediction import log_mass_of, recorded_queries
 from eval.quality.runner import budget_of
 from oasis_cache import OasisConfig
@@ -81,8 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "environment": describe_environment(model, options.model),
         "rows": mass_by_layer(model, ids, options.steps, budget),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(options.out, report)
     return 0
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from eval.quality import metrics
+from eval.quality.files import write_json
 from eval.quality.methods import DENSE, METHODS, methods_of
 from eval.quality.methods.base import Method
 from eval.quality.runner import DENSE_RIGHT, Prediction, Snapshot, extended, key_of, predict, read_context
@@ -68,7 +69,7 @@ class Results:
         self.save_config()
 
     def save_config(self) -> None:
-        _write(self.folder / "config.json", self.config)
+        write_json(self.folder / "config.json", self.config)
 
     def add(self, prediction: Prediction) -> None:
         self.predictions.append(prediction)
@@ -93,13 +94,6 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
-
-
-def _write(file: Path, content: Any) -> None:
-    """Whole or not at all: an interrupt leaves the old file."""
-    unfinished = file.with_suffix(".new")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(file)
 
 
 def read_predictions(file: Path) -> list[Prediction]:
@@ -174,7 +168,7 @@ def run(
         results.config["seconds"] += seconds
         results.save_config()
         console.print(f"{number}/{len(parts)} {part.family}, {part.length} tokens: {seconds:.0f} s", highlight=False)
-        _write(results.folder / "metrics.json", metrics.summary(results.predictions))
+        write_json(results.folder / "metrics.json", metrics.summary(results.predictions))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

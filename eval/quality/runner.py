@@ -114,7 +114,7 @@ def answer(
     stops = _stop_ids(model, tokenizer)
     answers, scores, before = [], [], []
     for number, turn in enumerate(sample.turns):
-        fed = turn.question_ids[-1:] if number == 0 and sample.way == "answer" else (*before, *turn.question_ids)
+        fed = (*before, *sample.asked_ids(number))
         generated: list[int] = []
         logits = forward(model, cache, fed)[-1]
         while True:
@@ -145,7 +145,7 @@ def go_on(model: PreTrainedModel, cache: Cache, sample: Sample, at_once: bool) -
     Args:
         at_once: One forward, which reads everything; else token by token, so that every step is sparse.
     """
-    fed = (sample.context_ids[-1], *sample.target_ids[:-1])
+    fed = sample.fed_ids
     targets = torch.tensor(sample.target_ids, device=model.device)
     if at_once:
         logits = forward(model, cache, fed, keep=len(fed))

@@ -80,6 +80,16 @@ class Sample:
         return self.context_ids
 
     @property
+    def fed_ids(self) -> tuple[int, ...]:
+        """What is fed to be asked for `target_ids`, token by token."""
+        return (self.context_ids[-1], *self.target_ids[:-1])
+
+    def asked_ids(self, number: int) -> tuple[int, ...]:
+        """What is fed of a turn's question: of one that `exact_ids` hold, its last token."""
+        question = self.turns[number].question_ids
+        return question[-1:] if number == 0 and self.way == "answer" else question
+
+    @property
     def sparse_rows(self) -> int:
         """Tokens of the longest question that is to be read in one sparse step, with the token generated before it."""
         later = [len(turn.question_ids) + 1 for turn in self.turns[1:]]

@@ -10,7 +10,6 @@ first part of the text and asked for at the end, for the blocks in which it lies
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.quality.files import write_json
 from eval.quality.prediction import recorded_queries
 from oasis_cache import OasisConfig
 from oasis_cache.demo import describe_environment, hide_number, prefill
@@ -147,8 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "environment": describe_environment(model, options.model),
         "rows": [asdict(row) for row in rows],
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(options.out, report)
     for row in rows:
         ranked = f"{row.candidates} of {row.blocks} blocks ranked"
         print(f"{row.what:<8} budget {row.budget}, {ranked}: {row.mean:.4f}, worst layer {row.worst_layer:.4f}")
