@@ -19,14 +19,14 @@ from pathlib import Path
 from rich.console import Console
 
 from eval.bench import reporting
-from eval.bench.cases import BY_DEFAULT, CASES, DTYPES, chosen
+from eval.bench.cases import BY_DEFAULT, CASES, DTYPES, chosen, names_in
 from eval.bench.filling import Source
 from eval.bench.generation import measure_generation, measure_prefill, prompt
 from eval.bench.gpu.ledger import LEDGER, append, environment
 from eval.bench.gpu.measure import Row
 from eval.bench.measuring import bandwidths, measure
 from eval.bench.profile import measure_profile
-from eval.bench.providers import QUANTO, Provider, compile_quanto, providers
+from eval.bench.providers import QUANTO, compile_quanto, providers
 from oasis_cache.packaged import load_model
 
 
@@ -36,7 +36,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
             console.print(f"{case.name:<26} {case.shape}, {options.rounds or case.rounds} rounds", highlight=False)
         return 0
     try:
-        cases, wanted = chosen(options.cases), _wanted(options.providers)
+        cases, wanted = chosen(options.cases), providers()
+        if options.providers is not None:
+            named = names_in(options.providers, "caches", [provider.name for provider in wanted])
+            wanted = [provider for provider in wanted if provider.name in named]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -51,7 +54,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
             ratio = "" if row.ratio is None else f"{row.ratio:6.2f}x {row.baseline}"
             say(f"{row.case:<26} {row.quantity:<18} {row.provider:<28} {row.p50_ms:10.1f} ms {ratio}  {row.note}")
 
-    compiles = any(provider.name == QUANTO for provider in wanted) and any(case.kind == "step" for case in cases)
     ceilings = bandwidths()
     keep(ceilings)
     read_rate = next(row.gb_per_s * 1e9 for row in ceilings if row.case == "read" and row.gb_per_s)
@@ -65,9 +67,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if not in_process:
             continue
         model, tokenizer = load_model(options.model, DTYPES[dtype])
-        if compiles:
+        if any(provider.name == QUANTO for provider in wanted) and any(case.kind == "step" for case in in_process):
             compile_quanto()
-            compiles = False
         steps = any(case.kind != "generate" for case in in_process)
         source = Source.of_text(model, tokenizer) if steps else None
         for case in in_process:
@@ -81,21 +82,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 keep(measure(model, source, case, rounds, wanted, read_rate, say))
         del model, source
     return 0
-
-
-def _wanted(names: str | None) -> list[Provider]:
-    """The caches of comma-separated names, or all.
-
-    Raises:
-        ValueError: A name means no cache that can run here; the message lists those that can.
-    """
-    if names is None:
-        return providers()
-    given, known = [name.strip() for name in names.split(",") if name.strip()], [each.name for each in providers()]
-    unknown = [name for name in given if name not in known]
-    if unknown or not given:
-        raise ValueError(f"unknown caches: {', '.join(unknown) or repr(names)}; there are {', '.join(known)}")
-    return providers(tuple(given))
 
 
 def report(options: argparse.Namespace, console: Console) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,14 +74,22 @@ def chosen(names: str) -> list[Case]:
     Raises:
         ValueError: A name means no case; the message lists all.
     """
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if not any(_means(name, case) for case in CASES)]
-    if unknown or not wanted:
-        raise ValueError(
-            f"unknown cases: {', '.join(unknown) or repr(names)}; there are {', '.join(case.name for case in CASES)}"
-        )
-    return [case for case in CASES if any(_means(name, case) for name in wanted)]
+    wanted = names_in(names, "cases", [case.name for case in CASES], _means)
+    return [case for case in CASES if any(_means(name, case.name) for name in wanted)]
 
 
-def _means(name: str, case: Case) -> bool:
-    return f"{case.name}-".startswith(f"{name}-")
+def names_in(names: str, what: str, known: list[str], means: Callable[[str, str], bool] = operator.eq) -> list[str]:
+    """Comma-separated names, each of which means one of the known ones at least.
+
+    Raises:
+        ValueError: There is no name, or one means nothing known; the message says which, and lists the known ones.
+    """
+    given = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in given if not any(means(name, each) for each in known)]
+    if unknown or not given:
+        raise ValueError(f"unknown {what}: {', '.join(unknown) or repr(names)}; there are {', '.join(known)}")
+    return given
+
+
+def _means(name: str, case: str) -> bool:
+    return f"{case}-".startswith(f"{name}-")

@@ -15,8 +15,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StoppingCriteria,
 
 from eval.bench.cases import Case
 from eval.bench.gpu.ledger import ROOT
-from eval.bench.gpu.measure import Row, percentiles
-from eval.bench.measuring import PART, compared
+from eval.bench.gpu.measure import Row
+from eval.bench.measuring import compared, row_of
 from eval.bench.providers import DYNAMIC, OASIS
 from oasis_cache import OasisCache
 from oasis_cache.cache import cache_argument
@@ -122,9 +122,7 @@ def measure_generation(
 
 
 def _row(case: Case, shape: str, provider: str, values: list[float], quantity: str) -> Row:
-    p20, p50, p80 = percentiles(values)
-    shape = f"{shape}, budget {case.budget}"
-    return Row(f"{PART} {case.kind}", case.name, shape, provider, p20, p50, p80, len(values), quantity=quantity)
+    return row_of(case, f"{shape}, budget {case.budget}", provider, values, quantity)
 
 
 def measure_prefill(

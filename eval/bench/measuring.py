@@ -97,24 +97,35 @@ def fill_all(
     return subjects
 
 
+def timed_step(model: PreTrainedModel, source: Source, cache: Cache, context: int, step: int, batch: int = 1) -> float:
+    """Milliseconds of a decode step behind `context` tokens, at a position that the model knows."""
+    ids, given = source.ids_of(step, batch), cache_argument(model, cache)
+    positions = torch.full((batch, 1), min(context, source.tokens) + step % SPARE_TOKENS)
+    begin = time.perf_counter()
+    model(ids, **given, position_ids=positions, use_cache=True, logits_to_keep=1)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def row_of(case: Case, shape: str, provider: str, samples: list[float], quantity: str = "") -> Row:
+    """A row of a case with the percentiles of its samples, in milliseconds."""
+    return Row(
+        f"{PART} {case.kind}", case.name, shape, provider, *percentiles(samples), len(samples), quantity=quantity
+    )
+
+
 def take_turns(model: PreTrainedModel, source: Source, subjects: list[Subject], batch: int, rounds: int) -> None:
     """Fill the subjects' samples: a step of each in turn, `rounds` times."""
     own = model.config._attn_implementation
     try:
         with torch.inference_mode():
             for step in range(rounds + WARM_UP):
-                ids = source.ids_of(step, batch)
                 for subject in subjects:
                     if step == WARM_UP and isinstance(subject.cache, OasisCache):
                         subject.before = subject.cache.stats()
                     use_attention(model, subject.provider.attention or own)
-                    place = min(subject.context, source.tokens) + step % SPARE_TOKENS  # rotations that the model knows
-                    positions = torch.full((batch, 1), place)
-                    given = cache_argument(model, subject.cache)
-                    begin = time.perf_counter()
-                    model(ids, **given, position_ids=positions, use_cache=True, logits_to_keep=1)
+                    milliseconds = timed_step(model, source, subject.cache, subject.context, step, batch)
                     if step >= WARM_UP:
-                        subject.samples.append(1e3 * (time.perf_counter() - begin))
+                        subject.samples.append(milliseconds)
     finally:
         use_attention(model, own)
 
@@ -163,7 +174,6 @@ def compared(row: Row, samples: dict[str, list[float]], baseline: str) -> Row:
 
 
 def _row(source: Source, case: Case, subject: Subject, subjects: list[Subject], read_rate: float | None) -> Row:
-    p20, p50, p80 = percentiles(subject.samples)
     dense = source.kv_bytes(subject.context, case.batch)
     held, index = device_bytes(subject.cache)
     if isinstance(subject.cache, OasisCache):
@@ -173,23 +183,12 @@ def _row(source: Source, case: Case, subject: Subject, subjects: list[Subject], 
         moved = read = kv_bytes_read(subject.cache)
         note = ""
     read += source.weight_bytes
-    row = Row(
-        f"{PART} {case.kind}",
-        case.name,
-        case.shape if case.kind != "flat" else f"context {subject.context}, batch 1, budget {case.budget}",
-        subject.name,
-        p20,
-        p50,
-        p80,
-        len(subject.samples),
-        moved,
-        note=note,
-        bytes_read=read,
-        read_percent=None if read_rate is None else 100 * read / (p50 * 1e-3) / read_rate,
-        device_bytes=held,
-        index_bytes=index,
-        kv_bytes=dense,
-    )
+    shape = case.shape if case.kind != "flat" else f"context {subject.context}, batch 1, budget {case.budget}"
+    row = row_of(case, shape, subject.name, subject.samples)
+    assert row.p50_ms is not None
+    row.bytes_moved, row.bytes_read, row.note = moved, read, note
+    row.read_percent = None if read_rate is None else 100 * read / (row.p50_ms * 1e-3) / read_rate
+    row.device_bytes, row.index_bytes, row.kv_bytes = held, index, dense
     samples = {each.name: each.samples for each in subjects}
     return compared(row, samples, f"{OASIS} at {min(FLAT_CONTEXTS):,}" if case.kind == "flat" else DYNAMIC)
 

@@ -15,9 +15,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.bench.cases import Case
-from eval.bench.filling import SPARE_TOKENS, Source
-from eval.bench.gpu.measure import Row, percentiles
-from eval.bench.measuring import PART, WARM_UP, fill_all
+from eval.bench.filling import Source
+from eval.bench.gpu.measure import Row
+from eval.bench.measuring import WARM_UP, fill_all, row_of, timed_step
 from eval.bench.providers import DYNAMIC, OASIS, providers
 from oasis_cache import OasisCache, attend, kernels
 from oasis_cache.cache import cache_argument
@@ -81,33 +81,16 @@ def measure_profile(
     model(source.following[:, :EMPTY_TOKENS], **cache_argument(model, empty), use_cache=True, logits_to_keep=1)
     samples: dict[str, list[float]] = {name: [] for name in (WHOLE, *PARTS, REST, EMPTY)}
     with cache:
-
-        def milliseconds(step: int, held: OasisCache | DynamicCache, place: int) -> float:
-            ids, given = source.ids_of(step), cache_argument(model, held)
-            positions = torch.full((1, 1), place + step % SPARE_TOKENS)
-            begin = time.perf_counter()
-            model(ids, **given, position_ids=positions, use_cache=True, logits_to_keep=1)
-            return 1e3 * (time.perf_counter() - begin)
-
         for step in range(rounds + WARM_UP):
             spent = dict.fromkeys(PARTS, 0.0)
             with timed(spent):
-                whole = milliseconds(step, cache, min(case.context, source.tokens))
-            bare = milliseconds(step, empty, EMPTY_TOKENS)
+                whole = timed_step(model, source, cache, case.context, step)
+            bare = timed_step(model, source, empty, EMPTY_TOKENS, step)
             if step < WARM_UP:
                 continue
             found = {WHOLE: whole, **spent, REST: whole - sum(spent.values()), EMPTY: bare}
             for name, value in found.items():
                 samples[name].append(value)
     return [
-        Row(
-            f"{PART} {case.kind}",
-            case.name,
-            case.shape,
-            DYNAMIC if name == EMPTY else OASIS,
-            *percentiles(values),
-            samples=len(values),
-            quantity=name,
-        )
-        for name, values in samples.items()
+        row_of(case, case.shape, DYNAMIC if name == EMPTY else OASIS, values, name) for name, values in samples.items()
     ]

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Callable
 from pathlib import Path
 
-from eval.bench.cases import CASES
+from eval.bench.cases import CASES, FLAT_CONTEXTS
 from eval.bench.generation import QUANTITIES
 from eval.bench.gpu.ledger import COLUMNS, ROOT
 from eval.bench.measuring import PART
@@ -14,7 +14,7 @@ from eval.bench.providers import DYNAMIC, OASIS, STATIC
 from eval.report import filled
 
 IN_BRIEF = ("step-8192-float32", "step-32768-float32", "step-8192-bfloat16", "step-32768-bfloat16")
-IN_A_LINE = "32768"
+IN_A_LINE = 32768
 PERFORMANCE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 Row = dict[str, str]
 
@@ -186,7 +186,7 @@ def speed_line(rows: list[Row]) -> str:
     for case, group in newest(rows, "step").items():
         held = {row["provider"]: row for row in group}
         _, context, dtype = case.split("-")
-        if context == IN_A_LINE and {OASIS, DYNAMIC, STATIC} <= set(held):
+        if int(context) == IN_A_LINE and {OASIS, DYNAMIC, STATIC} <= set(held):
             times_of = [f"{float(held[name]['p50_ms']):.0f} ms" for name in (OASIS, DYNAMIC, STATIC)]
             said.append(f"{times_of[0]} in {dtype} (`DynamicCache` {times_of[1]}, `StaticCache` {times_of[2]})")
     grows = [
@@ -194,9 +194,10 @@ def speed_line(rows: list[Row]) -> str:
         for case, group in newest(rows, "flat").items()
         for row in group[1:2]
     ]
+    short, long = FLAT_CONTEXTS
     return (
-        f"A decode step on a CPU behind {int(IN_A_LINE):,} tokens takes {' and '.join(said)}; behind 131,072 tokens it takes "
-        f"{' and '.join(grows)} as long as behind 4,096."
+        f"A decode step on a CPU behind {IN_A_LINE:,} tokens takes {' and '.join(said)}; behind {long:,} tokens it takes "
+        f"{' and '.join(grows)} as long as behind {short:,}."
     )
 
 

@@ -176,7 +176,7 @@ def test_every_part_of_a_step_has_a_row(model, source):
 
 def test_the_parts_and_the_rest_add_up(model, source, monkeypatch):
     kept = []
-    monkeypatch.setattr(profile, "percentiles", lambda values: kept.append(values) or (0, 0, 0))
+    monkeypatch.setattr(measuring, "percentiles", lambda values: kept.append(values) or (0, 0, 0))
     profile.measure_profile(model, source, Case("profile", "float32", 600, 600, budget=96), 3, pytest.fail)
     whole, *parts, _ = kept
     assert [sum(each) for each in zip(*parts, strict=True)] == pytest.approx(whole)
